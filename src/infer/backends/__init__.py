@@ -1,0 +1,1 @@
+"""Platforms, one package each."""

@@ -1,0 +1,1 @@
+"""Settings asked for, facts read, decisions made. No tensors."""

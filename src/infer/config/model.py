@@ -1,0 +1,77 @@
+"""Facts read from a checkpoint. Plain data; nothing here was asked for or decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What generation_config.json says; None or empty where it is silent."""
+
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Sampling fields under `SamplingParams` names, e.g. {"temperature": 0.6, "top_p": 0.9}."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint's facts. `raw` is config.json (for a GGUF: translated to its keys); each model file has a typed view of it."""
+
+    path: Path
+    """Directory or .gguf file."""
+    format: str
+    """"safetensors" or "gguf"."""
+    architecture: str
+    identity: str
+    """Content identity; root of the KV hash chain."""
+    vocab_size: int
+    max_position: int
+    """Context the checkpoint was trained for, in tokens."""
+    dtype: str
+    """Checkpoint dtype: "bfloat16", "float16" or "float32" (for a quantised GGUF "bfloat16")."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    quantization: dict[str, Any] | None
+    """The checkpoint's quantization section, e.g. {"quant_method": "gguf"}; None when weights are plain."""
+    generation: GenerationDefaults
+    raw: dict[str, Any]
+
+
+class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers whose KV shares one block table."""
+
+    name: str
+    layer_ids: tuple[int, ...]
+    window: int | None = None
+    """Sliding window in tokens; blocks wholly outside it are given back."""
+
+
+class KVLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """Cache shape of one attention layer: keys and values are each [blocks, block_size, num_kv_heads, head_size]."""
+
+    layer_id: int
+    num_kv_heads: int
+    head_size: int
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runner allocates. No groups: a model without attention."""
+
+    groups: tuple[KVGroup, ...]
+    layers: tuple[KVLayer, ...]
+
+
+class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model will occupy, computed from headers and shapes before any weight is read."""
+
+    weight_bytes: int
+    """Bytes of the parameters as they will live in memory."""
+    load_transient_bytes: int
+    """Extra bytes at the peak of loading (largest tensor in flight)."""
+    workspace_bytes_per_token: int
+    """Activation bytes per token of a step at its widest point."""
+    logits_bytes_per_row: int
+    """Bytes per sampled row at the widest point of the sampler (fp32 vocabulary rows)."""
+    kv_layout: KVLayout

@@ -1,0 +1,19 @@
+"""Facts probed from a platform. Plain data for `config.resolve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformLimits:
+    """What a platform offers now; sizes in bytes."""
+
+    name: str
+    total_memory: int
+    """Bytes of memory the platform computes in."""
+    available_memory: int
+    """Bytes free for this process now (on CPU the smaller of MemAvailable and the cgroup limit left)."""
+    dtypes: tuple[str, ...]
+    """Compute dtypes that run natively, best first, e.g. ("bfloat16", "float32")."""
+    threads: int

@@ -1,0 +1,1 @@
+"""Loop, scheduler, KV accounting, worker: requests in, tokens out."""

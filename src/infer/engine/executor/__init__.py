@@ -1,0 +1,1 @@
+"""Carries plans to the worker and results back."""

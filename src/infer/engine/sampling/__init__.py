@@ -1,0 +1,1 @@
+"""From logits to sampled ids, one transform per file."""

@@ -1,0 +1,1 @@
+"""Decides which tokens of which requests run in the next step."""

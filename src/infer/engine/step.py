@@ -1,0 +1,99 @@
+"""The one file between the planes: a `StepPlan` goes down to the worker, a `StepResult` comes up.
+
+Written by the scheduler (loop task) and the runner (worker thread); plain data, no tensors, no requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+from infer.types import LogprobsMode
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The numeric half of `SamplingParams` for one choice, all defaults decided. Order of use: see `SamplingParams`."""
+
+    seed: int
+    """63-bit; the choice index is already added. With the output position it keys every Philox draw."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
+    min_tokens_masked_ids: tuple[int, ...] = ()
+    """EOS and stop ids, not to be sampled before `min_tokens` outputs."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences; the last id is masked when the preceding ids are the row's tail."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+
+
+class SlotAdmission(msgspec.Struct):
+    """A request takes a slot: at its first step, or again after preemption."""
+
+    slot: int
+    token_ids: list[int]
+    """Prompt ids, followed by the output ids accepted so far when the request resumes."""
+    prompt_len: int
+    sampling: SamplingSpec
+    block_ids: tuple[list[int], ...]
+    """Per KV group, the block table so far, prefix hits included."""
+
+
+class StepPlan(msgspec.Struct):
+    """What the worker does in one step. Row i is `slots[i]`; rows keep the scheduler's order (running before new).
+
+    The worker applies `freed_slots`, then `admissions`, then `new_blocks`, then runs one forward pass over all rows.
+    The token ids of a decode row are not sent: the sampled id was written into the slot's row on the device.
+    """
+
+    step_id: int
+    slots: array[int]
+    starts: array[int]
+    """Absolute position of the row's first token in this step (= tokens computed before it)."""
+    counts: array[int]
+    """Tokens of the row in this step, >= 1."""
+    samples: array[int]
+    """1 where the row's last token yields a sampled token, 0 for a prefill chunk that emits none."""
+    admissions: list[SlotAdmission]
+    new_blocks: list[tuple[int, int, list[int]]]
+    """(slot, KV group, block ids appended to its table). Admissions bring their own."""
+    freed_slots: list[int]
+    """Slots whose rows are void from this step on; a slot may be freed and admitted in one plan."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+class PositionLogprobs(msgspec.Struct):
+    """Log-probabilities at one predicted position. Chosen token first, then the alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepResult(msgspec.Struct):
+    """What came of a plan, row by row, in the plan's order."""
+
+    step_id: int
+    token_ids: list[list[int]]
+    """Per row: the sampled ids (one, or none for a prefill chunk; several with speculation later)."""
+    logprobs: list[list[PositionLogprobs] | None]
+    """Per row: one entry per sampled id where the row asked for logprobs."""
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
+    """Row index -> entries for the prompt positions predicted in this step, in order (positions start+1 ...)."""
+    errors: dict[int, str] = msgspec.field(default_factory=dict)
+    """Row index -> why that row alone failed (for example "logits hold NaN"); such a row has no token."""
+    seconds: float = 0.0
+    """Worker wall time of the step."""

@@ -1,0 +1,1 @@
+"""The data plane: builds batches, runs the model, samples."""

@@ -1,0 +1,118 @@
+"""Contract of a platform: where tensors live and which kernels run there (hook `infer_platforms`).
+
+Called once at start; the `Ops` table it returns is called by layers on the worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from infer.config.platform import PlatformLimits
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+API_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a platform can run here. `reason` says why not."""
+
+    available: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlatformSpec:
+    """A platform by name. The engine takes the available one with the highest priority unless the config names one."""
+
+    name: str
+    api: int
+    factory: str
+    """"module:attr", called as `factory(threads: int | None) -> Platform`."""
+    probe: str
+    """"module:attr", called with nothing, returns `Probe`; must not allocate device memory."""
+    priority: int = 0
+    example: dict[str, Any]
+    """Keyword arguments for the factory under the conformance kit, e.g. {"threads": 1}."""
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """One KV group's view of a step's rows. R rows, T tokens in all. Built once a step, read by every layer of the group."""
+
+    query_starts: Tensor
+    """[R + 1] int32: row r owns tokens query_starts[r] .. query_starts[r + 1]."""
+    seq_lens: Tensor
+    """[R] int32: context length of the row including this step's tokens."""
+    block_table: Tensor
+    """[R, max_blocks] int32; entries past the row's blocks, and blocks dropped by a sliding window, are 0 (the null block)."""
+    slot_mapping: Tensor
+    """[T] int64: flat cache position (block * block_size + offset) each token's key and value are written to."""
+    query_lens_host: list[int]
+    seq_lens_host: list[int]
+    num_decode_rows: int
+    """Leading rows with exactly one token; the builder orders rows so that these come first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """The kernels of a platform. The platform fills the table once; layers call it. Shapes are exact, layouts row-major.
+
+    T tokens, R rows, H query heads, K key/value heads, D head size, N output and I input features, V vocabulary.
+    Optional entries are None when a platform has no fused form; layers then compose required ones.
+    """
+
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    """(ids [T] int64, weight [V, N]) -> [T, N]."""
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """(x [T, I], weight [N, I], bias [N] or None) -> [T, N] in x's dtype."""
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """(x [..., N], weight [N], eps) -> [..., N]; the mean square is taken in fp32."""
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(q [T, H, D], k [T, K, D], cos [T, R], sin [T, R]) -> rotated q, k; rotate-half over the first 2R of D."""
+    silu_and_mul: Callable[[Tensor], Tensor]
+    """(x [T, 2N]: gate then up) -> silu(gate) * up [T, N]."""
+    gelu_tanh_and_mul: Callable[[Tensor], Tensor]
+    """(x [T, 2N]: gate then up) -> gelu_tanh(gate) * up [T, N]."""
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """(k [T, K, D], v [T, K, D], k_cache [blocks, block_size, K, D], v_cache, slot_mapping [T]): in place."""
+    attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, int | None, float | None], Tensor]
+    """(q [T, H, D], k_cache, v_cache, metadata, scale, window or None, logit softcap or None) -> [T, H, D].
+    Causal; a window w lets position p see p - w + 1 .. p. This step's keys are already in the cache."""
+    gather_rows: Callable[[Tensor, Tensor], Tensor]
+    """(x [T, N], rows [M] int64) -> [M, N]."""
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
+    """(x, residual, weight, eps) -> (rms_norm(x + residual), x + residual)."""
+
+
+class Platform(Protocol):
+    """A place to compute. One instance per engine, used from its worker thread only, except `limits`."""
+
+    name: str
+    device: torch.device
+    ops: Ops
+
+    def limits(self) -> PlatformLimits:
+        """Facts as of now."""
+        ...
+
+    def memory_in_use(self) -> int:
+        """Bytes of platform memory this process holds now (CPU: RSS)."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done (CPU: nothing)."""
+        ...
+
+    def step_context(self) -> Any:
+        """A context manager around each step: inference mode, thread count, streams. Must restore what it changes."""
+        ...
+
+    def close(self) -> None:
+        """Free what the platform itself holds."""
+        ...

@@ -1,0 +1,1 @@
+"""One weight format per file."""

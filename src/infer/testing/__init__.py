@@ -1,0 +1,1 @@
+"""Public test kits, strategies and fakes. Never imported at run time."""

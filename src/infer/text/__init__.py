@@ -1,0 +1,1 @@
+"""Between characters and token ids: chat templates, stop strings, detokenization."""

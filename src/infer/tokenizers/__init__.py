@@ -1,0 +1,1 @@
+"""One tokenizer format per file."""

@@ -1,0 +1,206 @@
+"""The public value types of a request: what the caller asks for and what comes back.
+
+Plain frozen data, shared by every plane; imports no tensor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from infer.errors import InvalidRequestError
+
+FinishReason = Literal["stop", "length", "repetition", "deadline", "abort", "error"]
+LogprobsMode = Literal["raw", "raw_logits", "processed_logits"]
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""Raw text, token ids, or chat messages in the OpenAI shape."""
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
+
+
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+class SamplingParams(BaseModel):
+    """How one request is sampled. Keyword-only, frozen; a wrong value raises `InvalidRequestError`.
+
+    Fields left unset take the checkpoint's `generation_config.json` default where it has one, then the value
+    written here; `Completion.sampling` says what was used. Logits are processed in this order: allowed_token_ids,
+    bad_words, logit_bias, min_tokens, repetition, frequency and presence penalties, temperature, top_k, top_p, min_p.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_tokens: Annotated[int, Field(ge=1, strict=True)] | None = None
+    """At most this many output tokens; None means up to the context."""
+    min_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Stop ids and EOS cannot be sampled, nor stop strings match, before this many output tokens."""
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=0, strict=True)] = 0
+    """0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    """Over prompt and output tokens (CTRL, arXiv:1909.05858)."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    """Over output tokens, by count."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    """Over output tokens, once each."""
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None = None
+    """Drawn at admission when None, and returned in `Completion.seed`. Choice i uses seed + i."""
+    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
+    include_stop: bool = False
+    """Keep the matched stop string in the text."""
+    ignore_eos: bool = False
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
+    allowed_token_ids: tuple[TokenId, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """None: none. k: the chosen token's logprob and the k best alternatives."""
+    prompt_logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    """raw: log-softmax of the model's logits at temperature 1. raw_logits, processed_logits: before and after processors."""
+    n: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+
+    if not TYPE_CHECKING:  # type checkers see the generated keyword-only signature
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise _invalid_parameter(error) from None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}")
+        if len(self.stop) > MAX_STOP_STRINGS or any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
+            raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids is empty: no token could be sampled")
+        if any(not word for word in self.bad_words):
+            raise ValueError("bad_words holds an empty string")
+        return self
+
+
+def _invalid_parameter(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    value = first.get("input")
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"unknown sampling parameter {path!r}", parameter=path, value=value)
+    message = first["msg"].removeprefix("Value error, ")
+    if not path:  # a rule over several fields: its message names them
+        return InvalidRequestError(message, parameter=message.split("=")[0].split(" ")[0], value=None)
+    return InvalidRequestError(f"{path}={value!r}: {message}", parameter=path.split(".")[0], value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One position's log-probabilities (natural log), or logits when the mode says so."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the best token of the vocabulary."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob), best first, as many as asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a whole request; output tokens are summed over choices."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one choice gained since the last delta."""
+
+    choice_index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished answer."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Seconds on the engine's monotonic clock, each from the request's arrival."""
+
+    queued: float
+    """Until first scheduled."""
+    first_token: float | None
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What `Engine.generate` returns. `text`, `token_ids` and friends are those of choice 0."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage
+    sampling: SamplingParams
+    """The parameters in force, generation_config defaults and the drawn seed filled in."""
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    """The fields that came from the checkpoint's generation_config.json, with their values."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One entry per prompt token; the first is None (nothing predicts it)."""
+    timings: RequestTimings | None = None
+    artifact: None = None
+    """Always None until generation artifacts exist."""
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return self.choices[0].stop_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.choices[0].logprobs
+
+    @property
+    def seed(self) -> int:
+        return self.choices[0].seed

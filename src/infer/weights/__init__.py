@@ -1,0 +1,1 @@
+"""Checkpoint formats and the way from their tensors to parameters."""

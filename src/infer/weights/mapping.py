@@ -1,0 +1,1 @@
+"""From checkpoint tensors to parameters."""
