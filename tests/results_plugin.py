@@ -69,7 +69,7 @@ class AcceptanceResults:
             self.tests[report.nodeid] = {"outcome": "skipped", "reason": skip_reason(report), **_NO_MARKS}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        marks: dict[str, Any] = next((value for key, value in report.user_properties if key == _KEY), _NO_MARKS)
+        marks: Any = next((value for key, value in report.user_properties if key == _KEY), _NO_MARKS)
         outcome: str = report.outcome
         if hasattr(report, "wasxfail"):
             outcome = "xfailed" if report.skipped else "failed"

@@ -1,0 +1,77 @@
+# The two commands are `make demo` and `make test`. Each makes .venv and installs what it needs the first time.
+# Everything else is for people who change infer; CONTRIBUTING.md explains it.
+
+PYTHON ?= python3
+JOBS ?= 2
+QUESTION ?= What is the capital of France? Answer in one sentence.
+
+VENV := .venv
+BIN := $(VENV)/bin
+RESULTS := results/tests.json
+# The name of the stamp changes with what is to be installed, so a second run does nothing.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+PYTEST := $(BIN)/pytest --results $(RESULTS) --fail-on-skip --durations=10
+
+.PHONY: help demo test lint test-fast test-heavy status status-check bench docs install clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo        ask the default model a question and read the answer as it is written"
+	@echo "make test        lint, type check, import contracts and the tests (under 15 minutes on 2 cores)"
+	@echo "make test-heavy  wheel, soak and large fuzz tests (under 45 minutes)"
+	@echo "make status      rebuild docs/status.md from the results of the two above"
+	@echo "make bench       measure speed on this machine"
+	@echo "make docs        rebuild docs/configuration.md from the settings types"
+	@echo "make clean       remove .venv, results and caches"
+
+demo: $(STAMP)
+	@$(BIN)/infer run "$(QUESTION)"
+
+test: lint test-fast
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/mypy tools examples/*.py
+	$(BIN)/lint-imports
+
+test-fast: $(STAMP)
+	$(PYTEST) --results-run test -m "not heavy and not gpu" -n $(JOBS) --dist loadfile
+
+test-heavy: $(STAMP)
+	HYPOTHESIS_PROFILE=heavy $(PYTEST) --results-run heavy -m "heavy and not gpu" --timeout 1800
+
+status: $(STAMP)
+	$(BIN)/python tools/status.py --results $(RESULTS)
+
+status-check: $(STAMP)
+	$(BIN)/python tools/status.py --results $(RESULTS) --check
+
+bench: $(STAMP)
+	$(BIN)/infer bench latency
+	$(BIN)/infer bench throughput
+
+docs: $(STAMP)
+	$(BIN)/python tools/config_reference.py
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "infer needs Python 3.11 or newer, and there is no '$(PYTHON)' here. Install one, or name it: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "infer needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@for package in $$(sed 's/#.*//' .ci/packages); do \
+	  ! command -v dpkg-query >/dev/null || dpkg-query -W -f '$${Status}' $$package 2>/dev/null | grep -q 'ok installed' || \
+	  echo "note: the Debian package $$package is missing; tests that need it will fail (apt-get install $$package)"; done
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing infer and its dependencies into $(VENV) (once; torch is the large one) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+clean:
+	rm -rf $(VENV) results build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
