@@ -1,1 +1,90 @@
-"""Contracts of everything that varies, the hooks that declare them, and the registry that finds them."""
+"""Contracts of everything that varies, the hooks that declare them, and the registry that finds them.
+
+What a plugin author imports; each name is loaded from its own module when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec
+    from infer.plugins.hookspecs import hookimpl
+    from infer.plugins.kv_connector import ExternalMatch, KVConnectorSpec, SchedulerConnector, WorkerConnector
+    from infer.plugins.manager import build_registry
+    from infer.plugins.model import BuildContext, CausalLM, ForwardBatch, GGUFNames, ModelSpec
+    from infer.plugins.model_source import ModelSource, ModelSourceSpec, Progress, ProgressCallback, ResolvedModel
+    from infer.plugins.parser import Parser, ParserEvent, ParserSpec
+    from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe
+    from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
+    from infer.plugins.registry import Entry, Registry
+    from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsRead
+    from infer.plugins.tokenizer import DecodeStream, Tokenizer, TokenizerSpec
+
+_HOMES = {
+    "artifact_field": ("ArtifactField", "ArtifactFieldSpec"),
+    "hookspecs": ("hookimpl",),
+    "kv_connector": ("ExternalMatch", "KVConnectorSpec", "SchedulerConnector", "WorkerConnector"),
+    "manager": ("build_registry",),
+    "model": ("BuildContext", "CausalLM", "ForwardBatch", "GGUFNames", "ModelSpec"),
+    "model_source": ("ModelSource", "ModelSourceSpec", "Progress", "ProgressCallback", "ResolvedModel"),
+    "parser": ("Parser", "ParserEvent", "ParserSpec"),
+    "platform": ("AttentionMetadata", "Ops", "Platform", "PlatformSpec", "Probe"),
+    "quant_method": ("QuantMethod", "QuantMethodSpec"),
+    "registry": ("Entry", "Registry"),
+    "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsRead"),
+    "tokenizer": ("DecodeStream", "Tokenizer", "TokenizerSpec"),
+}
+
+__all__ = [
+    "ArtifactField",
+    "ArtifactFieldSpec",
+    "AttentionMetadata",
+    "BuildContext",
+    "CausalLM",
+    "DecodeStream",
+    "Entry",
+    "ExternalMatch",
+    "ForwardBatch",
+    "GGUFNames",
+    "KVConnectorSpec",
+    "ModelSource",
+    "ModelSourceSpec",
+    "ModelSpec",
+    "Ops",
+    "Parser",
+    "ParserEvent",
+    "ParserSpec",
+    "Platform",
+    "PlatformSpec",
+    "Probe",
+    "Progress",
+    "ProgressCallback",
+    "QuantMethod",
+    "QuantMethodSpec",
+    "Registry",
+    "ResolvedModel",
+    "SchedulerConnector",
+    "StorageTarget",
+    "StorageTargetSpec",
+    "SupportsRead",
+    "Tokenizer",
+    "TokenizerSpec",
+    "WorkerConnector",
+    "build_registry",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"infer.plugins.{module}"), name)
+            globals()[name] = value  # the next access finds it without coming here
+            return value
+    raise AttributeError(f"module 'infer.plugins' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,105 @@
+"""The public names of `infer`, each imported when it is first used.
+
+Owns nothing: importing the package reads no environment, resolves no plugin and loads no tensor library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.config.engine import EngineConfig
+    from infer.engine.engine import Engine
+    from infer.errors import (
+        ArtifactCorruptError,
+        ArtifactError,
+        ArtifactFieldMissingError,
+        ArtifactRefusedError,
+        ConfigError,
+        ContextLengthError,
+        EngineClosedError,
+        EngineDeadError,
+        EngineError,
+        InferError,
+        InvalidRequestError,
+        ModelError,
+        PluginConflictError,
+        PluginContractError,
+        PluginError,
+        PluginLoadError,
+        QueueFullError,
+        RequestError,
+        StepError,
+        StorageError,
+        StorageNotFoundError,
+        StorageUnavailableError,
+        UnknownPluginError,
+        UnsupportedModelError,
+        WeightError,
+    )
+    from infer.types import Choice, Completion, Delta, RequestTimings, SamplingParams, TokenLogprob, Usage
+
+    __version__: str
+
+__all__ = [
+    "ArtifactCorruptError",
+    "ArtifactError",
+    "ArtifactFieldMissingError",
+    "ArtifactRefusedError",
+    "Choice",
+    "Completion",
+    "ConfigError",
+    "ContextLengthError",
+    "Delta",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "InferError",
+    "InvalidRequestError",
+    "ModelError",
+    "PluginConflictError",
+    "PluginContractError",
+    "PluginError",
+    "PluginLoadError",
+    "QueueFullError",
+    "RequestError",
+    "RequestTimings",
+    "SamplingParams",
+    "StepError",
+    "StorageError",
+    "StorageNotFoundError",
+    "StorageUnavailableError",
+    "TokenLogprob",
+    "UnknownPluginError",
+    "UnsupportedModelError",
+    "Usage",
+    "WeightError",
+    "__version__",
+]
+
+
+def _home(name: str) -> str:
+    """The module that defines a public name."""
+    if name == "Engine":
+        return "infer.engine.engine"
+    if name == "EngineConfig":
+        return "infer.config.engine"
+    return "infer.errors" if name.endswith("Error") else "infer.types"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'infer' has no attribute {name!r}")
+    if name == "__version__":
+        value: Any = import_module("importlib.metadata").version("infer-engine")
+    else:
+        value = getattr(import_module(_home(name)), name)
+    globals()[name] = value  # the next access finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
