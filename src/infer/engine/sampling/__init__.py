@@ -1,1 +1,1 @@
-"""From logits to sampled ids, one transform per file."""
+"""From logits to token ids: one transform per file, the order written once in `sampler`."""

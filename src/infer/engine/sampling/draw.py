@@ -1,0 +1,47 @@
+"""Draw a token from each row by its own uniform number. Runs in the worker thread; owns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.engine.sampling.philox import uniforms
+from infer.engine.sampling.row import SamplingRow
+
+BLOCK = 128
+"""Tokens per partial sum: the search goes to a block first, then to a token within it."""
+
+
+def draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """(processed float32 [M, V], a row each) -> ids [M] int64, by inverting the cumulative probability in id order.
+
+    Every operation works within a row, and the number is keyed by (seed, output position): what a row draws depends
+    on nothing else. Sums are double.
+    """
+    numbers = uniforms(
+        np.array([row.spec.seed for row in rows], dtype=np.uint64),
+        np.array([row.output_position for row in rows], dtype=np.uint64),
+    )
+    return invert(torch.softmax(logits, dim=-1), torch.from_numpy(numbers).to(logits.device))
+
+
+def invert(weights: Tensor, numbers: Tensor) -> Tensor:
+    """(weights [M, V] >= 0 with a positive sum, numbers [M] double in [0, 1)) -> first id whose cumulative weight
+    exceeds number * total; never an id of weight 0."""
+    rows, width = weights.shape
+    padded = torch.nn.functional.pad(weights, (0, -width % BLOCK)).view(rows, -1, BLOCK)
+    block_sums = padded.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    targets = numbers[:, None] * block_sums[:, -1:]
+    block = _first_above(block_sums, targets)
+    before = torch.where(block > 0, block_sums.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    inside = padded.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    return (block * BLOCK + _first_above(inside, targets - before))[:, 0]
+
+
+def _first_above(sums: Tensor, targets: Tensor) -> Tensor:
+    """First index whose sum exceeds the target; where rounding lets none, the last that adds anything."""
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(sums, targets.contiguous(), right=True), last)

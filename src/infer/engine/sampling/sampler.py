@@ -1,0 +1,171 @@
+"""The sampler: checks logits, processes them in the one documented order, draws, and reports log-probabilities.
+
+Runs in the worker thread; owns nothing. A row that cannot be sampled fails alone, with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from infer.engine.sampling import (
+    allowed_tokens,
+    bad_words,
+    logit_bias,
+    min_p,
+    min_tokens,
+    output_penalties,
+    repetition_penalty,
+    temperature,
+    top_k,
+    top_p,
+)
+from infer.engine.sampling.draw import draw
+from infer.engine.sampling.logprobs import position_logprobs
+from infer.engine.sampling.row import Feature, SamplingRow
+from infer.engine.step import PositionLogprobs
+
+Transform = Callable[[Tensor, Sequence[int], Sequence[SamplingRow]], None]
+
+ORDER: tuple[tuple[Feature, Transform], ...] = (
+    (Feature.ALLOWED, allowed_tokens.apply),
+    (Feature.BAD_WORDS, bad_words.apply),
+    (Feature.BIAS, logit_bias.apply),
+    (Feature.MIN_TOKENS, min_tokens.apply),
+    (Feature.REPETITION, repetition_penalty.apply),
+    (Feature.OUTPUT_PENALTIES, output_penalties.apply),
+    (Feature.TEMPERATURE, temperature.apply),
+    (Feature.TOP_K, top_k.apply),
+    (Feature.TOP_P, top_p.apply),
+    (Feature.MIN_P, min_p.apply),
+)
+"""The order of `SamplingParams`, written once."""
+
+CHUNK_ELEMENTS = 2**20
+"""Logits processed at a time: bounds the sampler's memory whatever the batch."""
+BYTES_PER_ELEMENT = 40
+"""Of processing, at its widest: a full sort in top-p (values, ids, sums in double, masks)."""
+NO_TOKEN = -1
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Per row: the id (NO_TOKEN where the row failed) and its log-probabilities where asked for."""
+
+    token_ids: list[int]
+    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows processed at a time."""
+    return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+def workspace_bytes(vocab_size: int) -> int:
+    """Most memory the sampler takes beside the logits it is given."""
+    return chunk_rows(vocab_size) * vocab_size * BYTES_PER_ELEMENT
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
+    """(raw float32 [M, V], a row each or None when every row is plain greedy) -> ids. `logits` stay as they are."""
+    best, ids = logits.max(dim=-1)
+    result = Sampled(ids.tolist())
+    healthy = torch.isfinite(best)
+    if not bool(healthy.all()):
+        for i in (~healthy).nonzero().flatten().tolist():
+            _fail(result, i, _diagnose(float(best[i])))
+    if rows is not None:
+        size = chunk_rows(logits.shape[-1])
+        for index in _chunks(rows, Feature.PROCESSED, result, size):
+            _sample_chunk(logits, index, rows, result)
+        for index in _chunks(rows, Feature.LOGPROBS, result, size):
+            _report_raw(logits, index, rows, result)
+    return result
+
+
+def process(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Apply every transform the rows ask for, in place, in `ORDER`."""
+    for feature, transform in ORDER:
+        index = [i for i, row in enumerate(rows) if row.features & feature]
+        if index:
+            transform(logits, index, rows)
+
+
+def _chunks(rows: Sequence[SamplingRow], feature: Feature, result: Sampled, size: int) -> Iterator[list[int]]:
+    index = [i for i, row in enumerate(rows) if row.features & feature and i not in result.errors]
+    for start in range(0, len(index), size):
+        yield index[start : start + size]
+
+
+def _sample_chunk(logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled) -> None:
+    """Process and draw the rows `index`. When that raises, each row is tried alone so that only the culprit fails."""
+    try:
+        _process_and_draw(logits, index, rows, result)
+    except Exception as error:  # whatever it is, it must not reach the neighbours
+        if len(index) == 1:
+            _fail(result, index[0], f"sampling failed: {type(error).__name__}: {error}")
+            return
+        for i in index:
+            _sample_chunk(logits, [i], rows, result)
+
+
+def _process_and_draw(logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled) -> None:
+    chosen_rows = [rows[i] for i in index]
+    processed = logits[index]
+    process(processed, chosen_rows)
+    best, greedy_ids = processed.max(dim=-1)
+    tokens = greedy_ids.tolist()
+    random = [k for k, row in enumerate(chosen_rows) if row.features & Feature.RANDOM]
+    dead = {k for k, value in enumerate(best.tolist()) if value == float("-inf") or value != value}
+    random = [k for k in random if k not in dead]
+    if random:
+        whole = len(random) == len(index)
+        drawn = draw(processed if whole else processed[random], [chosen_rows[k] for k in random])
+        for k, token_id in zip(random, drawn.tolist(), strict=True):
+            tokens[k] = token_id
+    reported = [k for k, row in enumerate(chosen_rows) if _wants_processed(row) and k not in dead]
+    entries = _entries(processed, reported, chosen_rows, tokens, normalise=False) if reported else []
+    for k, entry in zip(reported, entries, strict=True):
+        result.logprobs[index[k]] = entry
+    for k, token_id in enumerate(tokens):
+        if k in dead:
+            _fail(result, index[k], "no token is left to sample after allowed_token_ids, bad_words and min_tokens")
+        else:
+            result.token_ids[index[k]] = token_id
+
+
+def _report_raw(logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled) -> None:
+    index = [i for i in index if i not in result.logprobs]  # the processed ones are already there
+    for normalise in (True, False):
+        part = [i for i in index if (rows[i].spec.logprobs_mode == "raw") == normalise]
+        if part:
+            entries = _entries(logits, part, rows, result.token_ids, normalise=normalise)
+            result.logprobs.update(zip(part, entries, strict=True))
+
+
+def _entries(
+    logits: Tensor, index: list[int], rows: Sequence[SamplingRow], tokens: list[int], *, normalise: bool
+) -> list[PositionLogprobs]:
+    values = logits if len(index) == len(logits) else logits[index]
+    top = [rows[i].spec.logprobs or 0 for i in index]
+    return position_logprobs(values, [tokens[i] for i in index], top, normalise=normalise)
+
+
+def _wants_processed(row: SamplingRow) -> bool:
+    return bool(row.features & Feature.LOGPROBS) and row.spec.logprobs_mode == "processed_logits"
+
+
+def _fail(result: Sampled, row: int, reason: str) -> None:
+    result.token_ids[row] = NO_TOKEN
+    result.errors[row] = reason
+    result.logprobs.pop(row, None)
+
+
+def _diagnose(best: float) -> str:
+    if best != best:
+        return "logits hold NaN"
+    return "logits hold +inf" if best > 0 else "all logits are -inf"
