@@ -188,18 +188,21 @@ class Registry:
         if name in scan.chosen:
             return scan.chosen[name]
         for entry in scan.entries:
-            if entry.name == name:
-                raise PluginContractError(
-                    f"{kind} {name!r} of {entry.distribution} {entry.version} is {entry.state}: {entry.reason}",
-                    plugin=entry.distribution,
-                )
+            if entry.name == name and entry.state == "refused":
+                raise PluginContractError(entry.reason, plugin=entry.distribution)
         known = ", ".join(scan.chosen) or "none"
         near = difflib.get_close_matches(name, scan.chosen, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        lost = [e for e in (*scan.entries, *self._entries) if e.state in ("failed", "refused", "blocked")]
+        lost = [entry for entry in (*scan.entries, *self._entries) if entry.state in ("failed", "refused", "blocked")]
         if lost:
-            hint += "; not loaded: " + "; ".join(f"{e.distribution} {e.version} ({e.reason})" for e in lost)
+            hint += "; not loaded: " + "; ".join(_account(entry) for entry in lost)
         raise UnknownPluginError(f"there is no {kind} plugin {name!r}; installed: {known}{hint}", plugin=name)
+
+
+def _account(entry: Entry) -> str:
+    """Reasons of failed and refused plugins are whole sentences; those of blocked ones need a subject."""
+    subject = f"{entry.name!r} of {entry.distribution} {entry.version}"
+    return f"{subject} is {entry.reason}" if entry.state == "blocked" else entry.reason
 
 
 def import_reference(reference: str) -> Any:
