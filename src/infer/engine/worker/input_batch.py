@@ -1,0 +1,227 @@
+"""The persistent batch: a row of token ids, block tables and sampling state per slot, and the tensors of each step.
+
+Runs in the worker thread; the only writer of slot rows. A plan carries what is new, everything else stays here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from infer.config.model import KVLayout
+from infer.engine.sampling.row import Feature, SamplingRow, make_row
+from infer.engine.step import SlotAdmission, StepPlan
+from infer.errors import InvalidRequestError
+from infer.plugins.model import ForwardBatch
+from infer.plugins.platform import AttentionMetadata
+
+Ints = NDArray[np.int64]
+KVTensors = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(slots=True)
+class StepRows:
+    """A plan's rows in forward order: rows with one token first. `plan_rows[i]` is row i's place in the plan."""
+
+    plan_rows: Ints
+    slots: Ints
+    starts: Ints
+    counts: Ints
+    samples: NDArray[np.bool_]
+    query_starts: Ints
+    """[R + 1]: row i owns tokens query_starts[i] .. query_starts[i + 1]."""
+    num_decode_rows: int
+
+
+class InputBatch:
+    """Slot rows. Positions are absolute; the null block 0 fills what a block table does not hold."""
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        layout: KVLayout,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._width = max_model_len + 1
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._device = device
+        # Untouched pages of an empty tensor cost nothing; only ids that were written are ever read.
+        self._tokens = torch.empty(max_num_seqs, self._width, dtype=torch.int32, device=device)
+        self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._features = np.zeros(max_num_seqs, dtype=np.int64)
+        self._rows: list[SamplingRow | None] = [None] * max_num_seqs
+        self._poison: dict[int, str] = {}
+        max_blocks = -(-self._width // block_size)
+        self._windows = [group.window for group in layout.groups]
+        self._tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int32) for _ in layout.groups]
+        self._num_blocks = np.zeros((len(layout.groups), max_num_seqs), dtype=np.int64)
+        self._group_of_layer = {layer: g for g, group in enumerate(layout.groups) for layer in group.layer_ids}
+
+    def apply(self, plan: StepPlan) -> None:
+        """Freed slots, then admissions, then new blocks."""
+        for slot in plan.freed_slots:
+            self._free(slot)
+        for admission in plan.admissions:
+            self._admit(admission)
+        for slot, group, block_ids in plan.new_blocks:
+            self._append_blocks(slot, group, block_ids)
+
+    def arrange(self, plan: StepPlan) -> StepRows:
+        """Order the plan's rows for the forward pass."""
+        slots, starts, counts, samples = (
+            np.array(values, dtype=np.int64) for values in (plan.slots, plan.starts, plan.counts, plan.samples)
+        )
+        order = np.argsort(counts != 1, kind="stable")
+        counts = counts[order]
+        return StepRows(
+            plan_rows=order,
+            slots=slots[order],
+            starts=starts[order],
+            counts=counts,
+            samples=samples[order] != 0,
+            query_starts=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts))),
+            num_decode_rows=int((counts == 1).sum()),
+        )
+
+    def forward_batch(self, rows: StepRows, kv: KVTensors) -> ForwardBatch:
+        """The model's input for these rows."""
+        row_of_token = np.repeat(np.arange(len(rows.slots)), rows.counts)
+        offsets = np.arange(rows.query_starts[-1]) - rows.query_starts[row_of_token]
+        positions = rows.starts[row_of_token] + offsets
+        slot_of_token = rows.slots[row_of_token]
+        flat = torch.from_numpy(slot_of_token * self._width + positions).to(self._device)
+        return ForwardBatch(
+            token_ids=self._tokens.view(-1)[flat].to(torch.int64),
+            positions=torch.from_numpy(positions).to(self._device),
+            attention=tuple(
+                self._attention(group, rows, slot_of_token, positions) for group in range(len(self._tables))
+            ),
+            kv=kv,
+            group_of_layer=self._group_of_layer,
+        )
+
+    def sampling_rows(self, rows: StepRows, index: Ints) -> list[SamplingRow] | None:
+        """Sampling state of the rows `index`, output positions set; None when all of them are plain greedy."""
+        slots = rows.slots[index]
+        if not int(np.bitwise_or.reduce(self._features[slots], initial=0)) & int(Feature.SAMPLER):
+            return None
+        output_positions = (rows.starts + rows.counts)[index] - self._prompt_lens[slots]
+        chosen = []
+        for slot, output_position in zip(slots.tolist(), output_positions.tolist(), strict=True):
+            row = self.row(slot)
+            row.output_position = output_position
+            chosen.append(row)
+        return chosen
+
+    def prompt_logprob_rows(self, rows: StepRows) -> list[tuple[int, Tensor]]:
+        """(row, [n] the prompt ids predicted in this step) of each row that asked for them; the row's first n tokens
+        predict them."""
+        wanted = np.flatnonzero(self._features[rows.slots] & int(Feature.PROMPT_LOGPROBS))
+        found = []
+        for i in wanted.tolist():
+            slot, start = int(rows.slots[i]), int(rows.starts[i])
+            stop = min(start + int(rows.counts[i]), int(self._prompt_lens[slot]) - 1)
+            if start < stop and slot not in self._poison:
+                found.append((i, self._tokens[slot, start + 1 : stop + 1].to(torch.int64)))
+        return found
+
+    def row(self, slot: int) -> SamplingRow:
+        """The sampling state of an occupied slot."""
+        row = self._rows[slot]
+        if row is None:
+            raise IndexError(f"slot {slot} is not occupied")
+        return row
+
+    def poisoned(self, rows: StepRows) -> dict[int, str]:
+        """Row -> reason, for rows whose request could not be taken in."""
+        if not self._poison:
+            return {}
+        return {i: self._poison[slot] for i, slot in enumerate(rows.slots.tolist()) if slot in self._poison}
+
+    def write(self, rows: StepRows, index: Ints, token_ids: Sequence[int]) -> None:
+        """Store sampled ids where the next step reads them, and tell rows that count."""
+        slots = rows.slots[index]
+        ends = (rows.starts + rows.counts)[index]
+        flat = torch.from_numpy(slots * self._width + ends)
+        values = torch.tensor(token_ids, dtype=torch.int32)
+        self._tokens.view(-1)[flat.to(self._device)] = values.to(self._device)
+        stateful = np.flatnonzero(self._features[slots] & int(Feature.STATEFUL))
+        for i in stateful.tolist():
+            self.row(int(slots[i])).accept(token_ids[i])
+
+    def _attention(self, group: int, rows: StepRows, slot_of_token: Ints, positions: Ints) -> AttentionMetadata:
+        table, size, device = self._tables[group], self._block_size, self._device
+        seq_lens = rows.starts + rows.counts
+        width = -(-int(seq_lens.max()) // size)
+        block_table = table[rows.slots, :width]
+        window = self._windows[group]
+        if window is not None:  # blocks before the window may belong to others by now
+            first_block = np.maximum(rows.starts - window + 1, 0) // size
+            block_table[np.arange(width)[None, :] < first_block[:, None]] = 0
+        blocks = table[slot_of_token, positions // size].astype(np.int64)
+        return AttentionMetadata(
+            query_starts=torch.from_numpy(rows.query_starts.astype(np.int32)).to(device),
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(device),
+            block_table=torch.from_numpy(block_table).to(device),
+            slot_mapping=torch.from_numpy(blocks * size + positions % size).to(device),
+            query_lens_host=rows.counts.tolist(),
+            seq_lens_host=seq_lens.tolist(),
+            num_decode_rows=rows.num_decode_rows,
+        )
+
+    def _free(self, slot: int) -> None:
+        self._rows[slot] = None
+        self._features[slot] = 0
+        self._poison.pop(slot, None)
+        for group, table in enumerate(self._tables):
+            table[slot, : self._num_blocks[group, slot]] = 0
+            self._num_blocks[group, slot] = 0
+
+    def _admit(self, admission: SlotAdmission) -> None:
+        slot = admission.slot
+        self._free(slot)
+        for group, block_ids in enumerate(admission.block_ids):
+            self._append_blocks(slot, group, block_ids)
+        self._prompt_lens[slot] = admission.prompt_len
+        try:
+            ids = self._checked_ids(admission.token_ids)
+            row = make_row(
+                admission.sampling, admission.token_ids, admission.prompt_len, self._vocab_size, self._device
+            )
+        except Exception as error:  # a request that cannot be taken in fails alone
+            self._poison[slot] = str(error) or type(error).__name__
+            self._tokens[slot] = 0
+            return
+        self._tokens[slot, : len(ids)] = torch.from_numpy(ids).to(self._device)
+        self._rows[slot] = row
+        self._features[slot] = row.features
+
+    def _checked_ids(self, token_ids: list[int]) -> NDArray[np.int32]:
+        if not 0 < len(token_ids) <= self._width:
+            raise InvalidRequestError(
+                f"{len(token_ids)} tokens do not fit a row of {self._width}", parameter="prompt", value=len(token_ids)
+            )
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(
+                f"prompt token id {wrong} is outside the vocabulary of {self._vocab_size}",
+                parameter="prompt",
+                value=wrong,
+            )
+        return np.array(token_ids, dtype=np.int32)
+
+    def _append_blocks(self, slot: int, group: int, block_ids: list[int]) -> None:
+        first = int(self._num_blocks[group, slot])
+        self._tables[group][slot, first : first + len(block_ids)] = block_ids
+        self._num_blocks[group, slot] = first + len(block_ids)

@@ -1,0 +1,185 @@
+"""Executes step plans: one forward pass over all rows, logits where needed, sampling, and the ids written back.
+
+Runs in the worker thread; owns the model, the KV tensors and the persistent batch. A row that cannot be served fails
+alone; `execute` raises only when the step itself failed.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.config.resolve import ResolvedConfig
+from infer.engine.sampling.logprobs import position_logprobs
+from infer.engine.sampling.row import SamplingRow
+from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, sample
+from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
+from infer.engine.worker.input_batch import InputBatch, Ints, KVTensors, StepRows
+from infer.plugins.model import CausalLM
+from infer.plugins.platform import Platform
+
+
+class Runner:
+    """One model on one platform. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        platform: Platform,
+        resolved: ResolvedConfig,
+        kv: KVTensors,
+        vocab_size: int,
+        weight_bytes: int,
+    ) -> None:
+        self._model: CausalLM | None = model
+        self._platform = platform
+        self._resolved = resolved
+        self._kv = kv
+        self._vocab_size = vocab_size
+        self._weight_bytes = weight_bytes
+        self._workspace_bytes = 0
+        self._batch = self._new_batch()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan. Rows come back in the plan's order."""
+        started = time.perf_counter()
+        num_rows = len(plan.slots)
+        result = StepResult(plan.step_id, [[] for _ in range(num_rows)], [None] * num_rows)
+        with self._platform.step_context():
+            self._batch.apply(plan)
+            if num_rows:
+                self._run(self._batch.arrange(plan), result)
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def measured(self) -> dict[str, int]:
+        """Bytes of live tensor storages: weights and kv_cache; workspace is the memory the warm-up step added."""
+        return {
+            "weights": self._weight_bytes,
+            "kv_cache": storage_bytes(tensor for pair in self._kv.values() for tensor in pair),
+            "workspace": self._workspace_bytes,
+        }
+
+    def warm_up(self) -> None:
+        """Run the worst step once, all of it on the null block, so that the first request meets no first-time cost."""
+        before = self._platform.memory_in_use()
+        limits = self._resolved.scheduler
+        rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        longest = min(limits.max_num_batched_tokens - rows + 1, limits.max_model_len)
+        counts = [longest] + [1] * (rows - 1)
+        spec = SamplingSpec(seed=0, top_p=0.5, logprobs=1)
+        num_groups = len(self._resolved.cache.groups)
+        plan = StepPlan(
+            step_id=-1,
+            slots=array("q", range(rows)),
+            starts=array("q", [0] * rows),
+            counts=array("q", counts),
+            samples=array("q", [1] * rows),
+            admissions=[
+                SlotAdmission(slot, [0] * count, count, spec, tuple([] for _ in range(num_groups)))
+                for slot, count in enumerate(counts)
+            ],
+            new_blocks=[],
+            freed_slots=[],
+        )
+        self.execute(plan)
+        self._platform.synchronize()
+        self._workspace_bytes = max(0, self._platform.memory_in_use() - before)
+        self._batch = self._new_batch()
+        for tensor in (tensor for pair in self._kv.values() for tensor in pair):
+            tensor[0] = 0
+
+    def close(self) -> None:
+        """Drop model, cache and platform. A second call does nothing."""
+        if self._model is not None:
+            self._model = None
+            self._kv = {}
+            self._platform.close()
+
+    def _new_batch(self) -> InputBatch:
+        model = self._loaded()
+        return InputBatch(
+            max_num_seqs=self._resolved.scheduler.max_num_seqs,
+            max_model_len=self._resolved.scheduler.max_model_len,
+            block_size=self._resolved.cache.block_size,
+            layout=model.kv_layout(),
+            vocab_size=self._vocab_size,
+            device=self._platform.device,
+        )
+
+    def _loaded(self) -> CausalLM:
+        if self._model is None:
+            raise RuntimeError("the runner is closed")
+        return self._model
+
+    def _run(self, rows: StepRows, result: StepResult) -> None:
+        model = self._loaded()
+        hidden = model.forward(self._batch.forward_batch(rows, self._kv))
+        errors = self._batch.poisoned(rows)
+        entries, failed = self._prompt_logprobs(rows, hidden)
+        errors.update(failed)
+        index = np.array([i for i in np.flatnonzero(rows.samples).tolist() if i not in errors], dtype=np.int64)
+        if len(index):
+            self._sample(rows, index, hidden, result, errors)
+        for i, values in entries.items():
+            if i not in errors:
+                result.prompt_logprobs[int(rows.plan_rows[i])] = values
+        result.errors.update((int(rows.plan_rows[i]), reason) for i, reason in errors.items())
+
+    def _sample(self, rows: StepRows, index: Ints, hidden: Tensor, result: StepResult, errors: dict[int, str]) -> None:
+        last_tokens = torch.from_numpy(rows.query_starts[index + 1] - 1).to(hidden.device)
+        logits = self._loaded().logits(hidden, last_tokens)
+        sampling = self._batch.sampling_rows(rows, index)
+        sampled = sample(logits, sampling)
+        good = self._good(sampled)
+        self._batch.write(rows, index[good], [sampled.token_ids[k] for k in good])
+        for k, i in enumerate(index.tolist()):
+            if k in sampled.errors:
+                errors[i] = sampled.errors[k]
+                continue
+            plan_row = int(rows.plan_rows[i])
+            result.token_ids[plan_row] = [sampled.token_ids[k]]
+            if k in sampled.logprobs:
+                result.logprobs[plan_row] = [sampled.logprobs[k]]
+
+    @staticmethod
+    def _good(sampled: Sampled) -> list[int]:
+        return [k for k, token_id in enumerate(sampled.token_ids) if token_id != NO_TOKEN]
+
+    def _prompt_logprobs(
+        self, rows: StepRows, hidden: Tensor
+    ) -> tuple[dict[int, list[PositionLogprobs]], dict[int, str]]:
+        """Entries per row, and rows that failed; a fixed number of logits rows is in memory at a time."""
+        entries: dict[int, list[PositionLogprobs]] = {}
+        failed: dict[int, str] = {}
+        step = chunk_rows(self._vocab_size)
+        for i, targets in self._batch.prompt_logprob_rows(rows):
+            row = self._batch.row(int(rows.slots[i]))
+            first = int(rows.query_starts[i])
+            entries[i] = []
+            for begin in range(0, len(targets), step):
+                part = targets[begin : begin + step]
+                tokens = torch.arange(first + begin, first + begin + len(part), device=hidden.device)
+                logits = self._loaded().logits(hidden, tokens)
+                if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+                    failed[i] = "logits of a prompt position hold NaN or no finite value"
+                    break
+                entries[i] += _prompt_entries(logits, part, row)
+        return entries, failed
+
+
+def _prompt_entries(logits: Tensor, targets: Tensor, row: SamplingRow) -> list[PositionLogprobs]:
+    top = row.spec.prompt_logprobs or 0
+    normalise = row.spec.logprobs_mode == "raw"  # no processor applies to a prompt: the other two modes are equal
+    return position_logprobs(logits, targets.tolist(), [top] * len(targets), normalise=normalise)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind tensors."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
