@@ -90,7 +90,7 @@ class _Array(NamedTuple):
     """A metadata array that was located and bounds-checked, not decoded."""
 
     element: int
-    count: int
+    length: int
     start: int
 
 
@@ -196,7 +196,7 @@ class GGUFMetadata(Mapping[str, Any]):
         """Number of elements without decoding them; None when the key is absent or no array."""
         value = self._values.get(key)
         if isinstance(value, _Array):
-            return value.count
+            return value.length
         return len(value) if isinstance(value, list) else None
 
     def _decode(self, ref: _Array, key: str) -> list[Any]:
@@ -205,8 +205,8 @@ class GGUFMetadata(Mapping[str, Any]):
         if ref.element == _STRING:
             return self._decode_strings(ref, key)
         layout = _SCALARS[ref.element]
-        raw = self._data[ref.start : ref.start + ref.count * struct.calcsize(layout)]
-        values = list(struct.unpack(f"<{ref.count}{layout[1]}", raw))
+        raw = self._data[ref.start : ref.start + ref.length * struct.calcsize(layout)]
+        values = list(struct.unpack(f"<{ref.length}{layout[1]}", raw))
         if ref.element == _BOOL:
             if any(value > 1 for value in values):
                 raise WeightError(f"{self._path}: metadata key {key!r} holds a bool other than 0 and 1")
@@ -215,7 +215,7 @@ class GGUFMetadata(Mapping[str, Any]):
 
     def _decode_strings(self, ref: _Array, key: str) -> list[str]:
         data, pos, unpack, values = self._data, ref.start, _U64.unpack_from, []
-        for index in range(ref.count):  # lengths were checked when the file was opened
+        for index in range(ref.length):  # lengths were checked when the file was opened
             end = pos + 8 + unpack(data, pos)[0]
             try:
                 values.append(data[pos + 8 : end].decode())
