@@ -1,0 +1,81 @@
+"""The outbox between the loop and one request's reader: merges what a slow reader has not fetched; the loop never waits.
+
+Written by the loop task, read by the request's task, both on one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from infer.engine.request import Request
+    from infer.engine.step import PositionLogprobs
+    from infer.types import FinishReason
+
+
+@dataclass(slots=True)
+class ChoiceUpdate:
+    """What one choice gained since the last fetch."""
+
+    choice_index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+
+
+class Outbox:
+    """Updates of all choices of one request. `interval` output tokens (or an end) make a choice worth fetching."""
+
+    def __init__(self, interval: int = 1) -> None:
+        self._interval = interval
+        self._updates: dict[int, ChoiceUpdate] = {}
+        self._ready = False
+        self._reader: anyio.Event | None = None
+
+    def put(
+        self,
+        request: Request,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[PositionLogprobs] | None = None,
+        prompt_logprobs: Sequence[PositionLogprobs] = (),
+    ) -> None:
+        """Add to the choice's update and wake the reader when it is worth it. Never waits."""
+        index = request.choice_index
+        update = self._updates.get(index)
+        if update is None:
+            update = self._updates[index] = ChoiceUpdate(index)
+        update.token_ids += token_ids
+        if logprobs:
+            update.logprobs += logprobs
+        if prompt_logprobs:
+            update.prompt_logprobs += prompt_logprobs
+        if request.finish_reason is not None:
+            update.finish_reason = request.finish_reason
+            update.stop_reason = request.stop_reason
+            update.error = request.error
+        elif len(update.token_ids) < self._interval:
+            return
+        self._ready = True
+        if self._reader is not None:
+            self._reader.set()
+
+    async def take(self) -> list[ChoiceUpdate]:
+        """Wait until some choice has `interval` tokens or has ended; returns the updates that are due."""
+        while not self._ready:
+            self._reader = anyio.Event()
+            try:
+                await self._reader.wait()
+            finally:
+                self._reader = None
+        self._ready = False
+        due = [u for u in self._updates.values() if u.finish_reason is not None or len(u.token_ids) >= self._interval]
+        for update in due:
+            del self._updates[update.choice_index]
+        return due

@@ -1,0 +1,183 @@
+"""One choice of a request as the control plane sees it: tokens, cursors, status. The only writer of status.
+
+Lives in the loop task; the request's own task reads its results from the outbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from infer.engine.kv_cache.manager import RequestBlocks
+
+if TYPE_CHECKING:
+    from infer.engine.outputs import Outbox
+    from infer.engine.step import PositionLogprobs, SamplingSpec
+    from infer.types import FinishReason
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """A sequence being generated.
+
+    `token_ids` are the prompt and the accepted output. `num_computed` counts positions handed to the worker, those in
+    flight included; `num_in_flight` counts samples that will come back. Between steps
+    num_computed <= len(token_ids) + num_in_flight.
+    """
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "cache_salt",
+        "choice_index",
+        "deadline",
+        "error",
+        "finish_reason",
+        "first_scheduled_at",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed",
+        "num_discarded",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "outbox",
+        "priority",
+        "prompt_len",
+        "request_id",
+        "sampling",
+        "slot",
+        "sort_key",
+        "started_step",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingSpec,
+        max_tokens: int,
+        stop_ids: dict[int, int | None],
+        outbox: Outbox,
+        choice_index: int = 0,
+        priority: int = 0,
+        arrival: int = 0,
+        cache_salt: str | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.choice_index = choice_index
+        self.token_ids = list(prompt_ids)
+        self.prompt_len = len(prompt_ids)
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids
+        """Token id -> stop reason (None for EOS)."""
+        self.outbox = outbox
+        self.priority = priority
+        self.arrival = arrival
+        self.sort_key: tuple[int, int] = (0, arrival)
+        """Set by the scheduling policy on arrival."""
+        self.cache_salt = cache_salt
+        self.deadline = deadline
+        self.status = Status.WAITING
+        self.slot = -1
+        self.num_computed = 0
+        self.num_in_flight = 0
+        self.num_discarded = 0
+        """Of the samples in flight, how many (the oldest) are void."""
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        self.num_prompt_logprobs = 0
+        self.started_step = -1
+        self.first_scheduled_at: float | None = None
+        self.blocks = RequestBlocks()
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_pending(self) -> int:
+        """Samples in flight that will be accepted."""
+        return self.num_in_flight - self.num_discarded
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that can be computed now: known or in flight, not yet handed out."""
+        return len(self.token_ids) + self.num_in_flight - self.num_discarded - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed < self.prompt_len
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Prompt logprobs need every prompt position computed."""
+        return self.sampling.prompt_logprobs is None
+
+    def start(self, slot: int, num_cached: int, step_id: int, now: float) -> None:
+        """WAITING -> RUNNING: the request holds a slot and `num_cached` computed tokens."""
+        self.status = Status.RUNNING
+        self.slot = slot
+        self.num_computed = num_cached
+        self.started_step = step_id
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = num_cached
+            self.first_scheduled_at = now
+
+    def preempt(self) -> None:
+        """RUNNING -> WAITING: everything is to be computed again; samples in flight still count."""
+        self.status = Status.WAITING
+        self.slot = -1
+        self.num_computed = 0
+        self.num_preemptions += 1
+
+    def discard_in_flight(self) -> None:
+        """Samples in flight are void (their input was)."""
+        self.num_discarded = self.num_in_flight
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Append the ids of one step up to the first that ends the request; returns how many were kept."""
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            if token_id in self.stop_ids:
+                self.finish("stop", self.stop_ids[token_id])
+                return count
+            if len(self.token_ids) - self.prompt_len >= self.max_tokens:
+                self.finish("length")
+                return count
+        return len(token_ids)
+
+    def finish(
+        self, reason: FinishReason, stop_reason: int | str | None = None, error: Exception | None = None
+    ) -> None:
+        """-> FINISHED, once; later calls change nothing."""
+        if self.status is not Status.FINISHED:
+            self.status = Status.FINISHED
+            self.finish_reason = reason
+            self.stop_reason = stop_reason
+            self.error = error
+
+    def deliver(
+        self,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[PositionLogprobs] | None = None,
+        prompt_logprobs: Sequence[PositionLogprobs] = (),
+    ) -> None:
+        """Hand accepted facts to the reader; never waits."""
+        self.outbox.put(self, token_ids, logprobs, prompt_logprobs)

@@ -1,0 +1,73 @@
+"""The plan of one step while it is being made: the token budget left, the rows taken, and who was preempted.
+
+Lives for one call of `Scheduler.schedule`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from infer.engine.kv_cache.block_pool import BlockPool
+from infer.engine.request import Request
+from infer.engine.step import SlotAdmission, StepPlan
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A plan on its way, with what the loop needs when it comes back."""
+
+    plan: StepPlan
+    requests: list[Request]
+    registered: list[tuple[BlockPool, list[int]]]
+    """Blocks made findable on the word that this step computes them."""
+
+
+class StepDraft:
+    """Rows of the step being planned, in order."""
+
+    def __init__(self, step_id: int, budget: int) -> None:
+        self.step_id = step_id
+        self.budget = budget
+        self.requests: list[Request] = []
+        self.counts: list[int] = []
+        self.samples: list[int] = []
+        self.admissions: list[SlotAdmission] = []
+        self.new_blocks: list[tuple[Request, int, list[int]]] = []
+        self.preempted = False
+
+    def add(self, request: Request, count: int) -> None:
+        """Take a row: the request's next `count` tokens, which sample when they reach the last known one."""
+        sample = request.num_to_compute == count
+        request.num_computed += count
+        if sample:
+            request.num_in_flight += 1
+        self.requests.append(request)
+        self.counts.append(count)
+        self.samples.append(sample)
+        self.budget -= count
+
+    def remove(self, request: Request) -> bool:
+        """Give back the row of a request that is preempted after it was planned; False if it has none."""
+        if request not in self.requests:
+            return False
+        index = self.requests.index(request)
+        del self.requests[index]
+        self.budget += self.counts.pop(index)
+        request.num_in_flight -= self.samples.pop(index)
+        self.new_blocks = [item for item in self.new_blocks if item[0] is not request]
+        return True
+
+    def finish(self, freed_slots: list[int]) -> StepPlan:
+        """The plan. Every row's `num_computed` already includes its count."""
+        requests, counts = self.requests, self.counts
+        return StepPlan(
+            step_id=self.step_id,
+            slots=array("i", [request.slot for request in requests]),
+            starts=array("i", [r.num_computed - count for r, count in zip(requests, counts, strict=True)]),
+            counts=array("i", counts),
+            samples=array("b", self.samples),
+            admissions=self.admissions,
+            new_blocks=[(request.slot, group, blocks) for request, group, blocks in self.new_blocks],
+            freed_slots=freed_slots,
+        )

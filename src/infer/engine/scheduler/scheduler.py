@@ -1,0 +1,284 @@
+"""Decides which tokens of which requests run in the next step, and books what comes back. No tensors, no waiting.
+
+Runs in the loop task; owns the waiting queue, the running list and the slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from infer.config.resolve import ResolvedScheduler
+from infer.engine.kv_cache.manager import KVCacheManager
+from infer.engine.request import Request, Status
+from infer.engine.scheduler.budget import ScheduledStep, StepDraft
+from infer.engine.scheduler.policy import WaitingQueue, victim
+from infer.engine.step import PositionLogprobs, SlotAdmission, StepResult
+from infer.errors import StepError
+from infer.types import FinishReason
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since start."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+
+
+class Scheduler:
+    """One token budget per step, spent on running requests first, then on waiting ones in the policy's order.
+
+    A request is running from admission to its end or preemption; prefill and decode differ only in how many of its
+    tokens are still to be computed. `schedule` may be called again before earlier steps have come back.
+    """
+
+    def __init__(
+        self, config: ResolvedScheduler, kv: KVCacheManager, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.config = config
+        self.kv = kv
+        self.waiting = WaitingQueue(config.policy)
+        self.running: list[Request] = []
+        self.stats = SchedulerStats()
+        self._clock = clock
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._step_id = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. That it can ever fit was checked by the caller."""
+        self.waiting.push(request)
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """End a request from outside (abort, deadline, stop string, engine death); a finished one is left alone."""
+        if request.status is Status.FINISHED:
+            return
+        request.finish(reason, stop_reason, error)
+        self._retire([request])
+        request.deliver()
+
+    def reset_prefix_cache(self, *, restart_running: bool = False) -> bool:
+        """Forget cached blocks. With requests running: refused, or (restart) they drop what is in flight and start over."""
+        if restart_running:
+            for request in list(self.running):
+                request.discard_in_flight()
+                self._preempt(request)
+        return self.kv.reset_prefix_cache()
+
+    # -- down ----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """Plan one step; None when nothing can run before a step in flight comes back or a request arrives."""
+        draft = StepDraft(self._step_id, self.config.max_num_batched_tokens)
+        self._schedule_running(draft)
+        for request in draft.requests:
+            self.kv.computed(request)
+        if not draft.preempted:
+            self._schedule_waiting(draft)
+        registered = self.kv.end_step()
+        if not draft.requests:
+            return None
+        step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, registered)
+        self._freed_slots = []
+        self._step_id += 1
+        self._in_flight.append(step)
+        self.stats.steps += 1
+        self.stats.scheduled_tokens += self.config.max_num_batched_tokens - draft.budget
+        return step
+
+    def _schedule_running(self, draft: StepDraft) -> None:
+        for request in list(self.running):
+            if draft.budget <= 0:
+                break
+            if request.status is not Status.RUNNING:
+                continue  # it gave its blocks to a request before it
+            count = request.num_to_compute
+            if count <= 0 or request.num_output + request.num_pending >= request.max_tokens:
+                continue  # its last token is in flight
+            if count > 1:
+                count = min(count, self._chunk_limit(count), draft.budget)
+            target = request.num_computed + count
+            if self.kv.has_room(request, target) or self._grow(request, target, draft):
+                draft.add(request, count)
+
+    def _grow(self, request: Request, target: int, draft: StepDraft) -> bool:
+        """Blocks for the request, at the cost of the policy's victims; False when it was a victim itself."""
+        while (new := self.kv.grow(request, target)) is None:
+            loser = victim(self.running, spare_prefilling=self.config.reserve_full_prompt)
+            draft.remove(loser)
+            draft.preempted = True
+            self._preempt(loser)
+            if loser is request:
+                return False
+        draft.new_blocks += [(request, group, blocks) for group, blocks in enumerate(new) if blocks]
+        return True
+
+    def _schedule_waiting(self, draft: StepDraft) -> None:
+        config = self.config
+        limited = config.max_num_partial_prefills or config.max_long_partial_prefills
+        partial = [r for r in self.running if r.num_computed < len(r.token_ids)] if limited else []
+        num_long = sum(self._is_long(request) for request in partial)
+        index = 0
+        while draft.budget > 0 and index < len(self.waiting) and len(self.running) < config.max_num_active_seqs:
+            request = self.waiting[index]
+            if request.num_pending:
+                break  # preempted; its next token is still on the way
+            hit = self.kv.match(request)
+            remaining = len(request.token_ids) - hit.num_tokens
+            count = min(remaining, self._chunk_limit(remaining), draft.budget)
+            if count < remaining:
+                if not config.chunked_prefill:
+                    break
+                if config.max_num_partial_prefills and len(partial) >= config.max_num_partial_prefills:
+                    break
+                if config.max_long_partial_prefills and self._is_long(request):
+                    if num_long >= config.max_long_partial_prefills:
+                        index += 1  # shorter prompts behind it may pass
+                        continue
+                    num_long += 1
+            reserve = len(request.token_ids) if config.reserve_full_prompt else 0
+            if not self.kv.admit(request, hit, hit.num_tokens + count, reserve_tokens=reserve):
+                break
+            self.waiting.discard(request)
+            self._start(request, hit.num_tokens, draft)
+            draft.add(request, count)
+            self.kv.computed(request)
+            if count < remaining:
+                partial.append(request)
+
+    def _start(self, request: Request, num_cached: int, draft: StepDraft) -> None:
+        request.start(self._free_slots.pop(), num_cached, draft.step_id, self._clock())
+        self.running.append(request)
+        draft.admissions.append(
+            SlotAdmission(
+                slot=request.slot,
+                token_ids=list(request.token_ids),
+                prompt_len=request.prompt_len,
+                sampling=request.sampling,
+                block_ids=tuple(list(table) for table in request.blocks.tables),
+            )
+        )
+
+    def _chunk_limit(self, remaining: int) -> int:
+        """Longest chunk of a prompt in one step: the threshold counts only while others want to run."""
+        threshold = self.config.long_prefill_threshold
+        return threshold if threshold and self.num_unfinished > 1 else remaining
+
+    def _is_long(self, request: Request) -> bool:
+        threshold = self.config.long_prefill_threshold
+        return bool(threshold) and len(request.token_ids) > threshold
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.release(request)
+        self._give_back_slot(request)
+        request.preempt()
+        self.waiting.push(request)
+        self.stats.preemptions += 1
+
+    # -- up ------------------------------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> None:
+        """Book the oldest step's result: accept tokens, end what is over, deliver. Late rows of ended requests are void."""
+        step = self._in_flight.popleft()
+        ended: list[Request] = []
+        for row, request in enumerate(step.requests):
+            if step.plan.samples[row]:
+                request.num_in_flight -= 1
+                if request.num_discarded:
+                    request.num_discarded -= 1
+                    continue
+            if request.status is Status.FINISHED:
+                continue
+            if row in result.errors:
+                request.finish("error", error=StepError(f"request {request.request_id!r}: {result.errors[row]}"))
+                ended.append(request)
+                request.deliver()
+                continue
+            prompt_logprobs = self._new_prompt_logprobs(request, step, result, row)
+            token_ids = result.token_ids[row]
+            if not token_ids and not prompt_logprobs:
+                continue
+            kept = request.accept(token_ids)
+            logprobs = result.logprobs[row]
+            request.deliver(
+                token_ids if kept == len(token_ids) else token_ids[:kept],
+                logprobs[:kept] if logprobs else None,
+                prompt_logprobs,
+            )
+            if request.finish_reason is not None:
+                ended.append(request)
+        if ended:
+            self._retire(ended)
+
+    def fail(self, error: BaseException) -> None:
+        """The oldest step failed: its requests end with `StepError`; others that built on its blocks start over."""
+        step = self._in_flight.popleft()
+        tainted = [step, *self._in_flight]
+        for pool, block_ids in (item for late in tainted for item in late.registered):
+            pool.unregister(block_ids)
+        failed: list[Request] = []
+        for row, request in enumerate(step.requests):
+            if step.plan.samples[row]:
+                request.num_in_flight -= 1
+                request.num_discarded = max(0, request.num_discarded - 1)
+            if request.status is Status.RUNNING and request.started_step <= step.plan.step_id:
+                reason = StepError(f"step {step.plan.step_id} failed: {type(error).__name__}: {error}")
+                reason.__cause__ = error
+                request.finish("error", error=reason)
+                failed.append(request)
+                request.deliver()
+        self._retire(failed)
+        for request in [r for r in self.running if r.started_step > step.plan.step_id]:
+            request.discard_in_flight()
+            self._preempt(request)
+
+    def _new_prompt_logprobs(
+        self, request: Request, step: ScheduledStep, result: StepResult, row: int
+    ) -> Sequence[PositionLogprobs]:
+        """Entries beyond the cursor: a prompt computed again after preemption repeats earlier ones."""
+        entries = result.prompt_logprobs.get(row)
+        known = request.num_prompt_logprobs - step.plan.starts[row]
+        if not entries or known < 0:
+            return ()
+        fresh = entries[known:]
+        request.num_prompt_logprobs += len(fresh)
+        return fresh
+
+    def _retire(self, ended: list[Request]) -> None:
+        """Free what ended requests hold. A request that failed leaves nothing in the prefix cache."""
+        for request in ended:
+            if request.slot < 0:
+                self.waiting.discard(request)
+                continue
+            if request.error is None:
+                self.kv.register(request)
+            else:
+                self.kv.forget(request)
+            self.kv.release(request)
+            self._give_back_slot(request)
+        self.running = [request for request in self.running if request.status is not Status.FINISHED]
+        self.stats.finished += len(ended)
+
+    def _give_back_slot(self, request: Request) -> None:
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
