@@ -33,7 +33,8 @@ class ModelSourceSpec:
     factory: str
     """"module:attr", called as `factory(cache_dir: Path, offline: bool, token: str | None) -> ModelSource`."""
     schemes: tuple[str, ...]
-    """Reference prefixes before ":" it answers to, e.g. ("pypi",); "" stands for a bare reference."""
+    """Reference prefixes before ":" it answers to, e.g. ("pypi",); "" stands for a bare reference,
+    "*" for every URL ("scheme://...") that no other source names."""
     example: dict[str, Any]
     """{"reference": ...} that names something small, or {} when the kit has nothing to fetch."""
 
