@@ -335,8 +335,8 @@ def test_a_kind_is_scanned_once_and_every_unknown_name_is_a_typed_error(kinds: l
 
     found = Registry(scan, ())
     for kind in kinds:
-        assert found.specs(kind) == ()  # type: ignore[call-overload]
+        assert found.specs(kind) == ()
         for name in names:
             with pytest.raises(UnknownPluginError):
-                found.get(kind, name)  # type: ignore[call-overload]
+                found.get(kind, name)
     assert sorted(calls) == sorted(set(kinds))

@@ -1,0 +1,44 @@
+"""Installs distributions from their source trees into a directory, as pip would, and runs code there in a new process.
+
+Used by the tests of this directory; owns nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+BROKEN = HERE / "dists"
+HELLO = HERE.parents[1] / "examples" / "plugins" / "hello"
+
+
+def install(source: Path, site: Path) -> None:
+    """Copy the modules and write the metadata that `importlib.metadata` reads: name, version, entry points."""
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
+    info = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    points = "\n".join(f"{name} = {value}" for name, value in project["entry-points"]["infer"].items())
+    (info / "entry_points.txt").write_text(f"[infer]\n{points}\n")
+    for module in source.glob("*.py"):
+        shutil.copy(module, site)
+
+
+def python(code: str, site: Path, *arguments: str) -> str:
+    """Standard output of a fresh interpreter that sees `site`; standard error is in the failure message."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
