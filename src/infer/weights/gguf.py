@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from infer.errors import ModelError, UnsupportedModelError, WeightError
+from infer.weights.file_reading import read_exactly
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 20
@@ -283,19 +284,6 @@ class GGUFFile:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path, tensor: str) -> None:
-    """Fill `buffer` from `offset` of an open file, or raise `WeightError` naming the tensor."""
-    done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise WeightError(f"{path}: cannot read tensor {tensor!r}: {error}", tensor=tensor) from error
-        if count == 0:
-            raise WeightError(f"{path} became shorter while tensor {tensor!r} was read", tensor=tensor)
-        done += count
 
 
 def _utf8(raw: bytes, what: str, path: Path) -> str:
