@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import fsspec
+import fsspec  # type: ignore[import-untyped]
 
 from infer.errors import ModelError
 from infer.plugins.hookspecs import hookimpl
