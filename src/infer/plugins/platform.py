@@ -6,7 +6,7 @@ Called once at start; the `Ops` table it returns is called by layers on the work
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from infer.config.platform import PlatformLimits
@@ -57,6 +57,8 @@ class AttentionMetadata:
     seq_lens_host: list[int]
     num_decode_rows: int
     """Leading rows with exactly one token; the builder orders rows so that these come first."""
+    scratch: dict[Any, Any] = field(default_factory=dict)
+    """Private to the platform: what its ops compute once a step and share between the layers of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

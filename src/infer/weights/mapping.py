@@ -1,1 +1,153 @@
-"""From checkpoint tensors to parameters."""
+"""From checkpoint tensor names to parameters: what each model states, and the check that nothing is left over.
+
+Pure data; used on the worker thread while planning and loading.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from infer.errors import WeightError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a checkpoint tensor goes: the dotted path of a parameter, and the rows of it that the tensor fills."""
+
+    path: str
+    rows: tuple[int, int] | None = None
+    """First row and the row after the last; None for the whole parameter."""
+    optional: bool = False
+    """The checkpoint may lack it."""
+
+
+class WeightTable:
+    """Every checkpoint tensor's destination. Built by a model, then only read."""
+
+    def __init__(self) -> None:
+        self.targets: dict[str, Target] = {}
+        self.ignored: set[str] = set()
+
+    def add(self, name: str, path: str, *, rows: tuple[int, int] | None = None, optional: bool = False) -> None:
+        """One tensor to one parameter."""
+        if name in self.targets:
+            raise WeightError(f"tensor {name!r} is mapped twice: to {self.targets[name].path} and {path}", tensor=name)
+        self.targets[name] = Target(path, rows, optional)
+
+    def add_shards(self, path: str, shards: Iterable[tuple[str, int]]) -> None:
+        """Tensors (name, number of rows) that lie one after the other in one parameter."""
+        start = 0
+        for name, count in shards:
+            self.add(name, path, rows=(start, start + count))
+            start += count
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Tensors a checkpoint may carry that the model does not need."""
+        self.ignored.update(names)
+
+    def check(self, stored: Mapping[str, Shape], parameters: Mapping[str, Shape], optional: Iterable[str] = ()) -> None:
+        """Every stored tensor has one destination of its shape, and every row of every parameter one source.
+
+        `stored` and `parameters` are name -> shape; `optional` are paths that may stay empty.
+        Raises `WeightError` naming the first culprit.
+        """
+        self._check_names(stored)
+        covered: dict[str, list[tuple[int, int, str]]] = {path: [] for path in parameters}
+        for name, target in self.targets.items():
+            if name not in stored:
+                continue
+            if target.path not in parameters:
+                raise WeightError(f"tensor {name!r} goes to {target.path}, which the model does not have", tensor=name)
+            start, stop = target.rows if target.rows is not None else (0, parameters[target.path][0])
+            expected = (stop - start, *parameters[target.path][1:])
+            if tuple(stored[name]) != expected:
+                raise WeightError(
+                    f"tensor {name!r} has shape {tuple(stored[name])} in the checkpoint, "
+                    f"but the configuration calls for {expected}",
+                    tensor=name,
+                )
+            covered[target.path].append((start, stop, name))
+        may_be_empty = set(optional)
+        for path, spans in covered.items():
+            if spans or path not in may_be_empty:
+                _check_coverage(path, parameters[path][0], sorted(spans))
+
+    def _check_names(self, stored: Mapping[str, Shape]) -> None:
+        missing = [name for name, target in self.targets.items() if name not in stored and not target.optional]
+        extra = [name for name in stored if name not in self.targets and name not in self.ignored]
+        if missing:
+            near = difflib.get_close_matches(missing[0], extra, n=1)
+            raise WeightError(
+                f"the checkpoint lacks {_few(missing)}" + (f"; it has {near[0]!r}, which is not used" if near else ""),
+                tensor=missing[0],
+            )
+        if extra:
+            raise WeightError(
+                f"the checkpoint holds {_few(extra)}, which this architecture does not use: "
+                "it belongs to another architecture or variant",
+                tensor=extra[0],
+            )
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return f"tensor {shown}" if len(names) == 1 else f"{len(names)} tensors: {shown}{', ...' if len(names) > 3 else ''}"
+
+
+def _check_coverage(path: str, rows: int, spans: Sequence[tuple[int, int, str]]) -> None:
+    reached = 0
+    for start, stop, name in spans:
+        if start != reached:
+            fault = "has no source for" if start > reached else "has two sources for"
+            raise WeightError(f"{path} {fault} rows {min(start, reached)}..{max(start, reached)}", tensor=name)
+        reached = stop
+    if reached != rows:
+        raise WeightError(f"{path} has no tensor for rows {reached}..{rows}", tensor=spans[-1][2] if spans else None)
+
+
+def decoder_table(
+    *,
+    num_layers: int,
+    q_rows: int,
+    kv_rows: int,
+    intermediate_size: int,
+    tied: bool,
+    norms: Mapping[str, str],
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+) -> WeightTable:
+    """The Hugging Face names of a Llama-like decoder, for models assembled as `layers.decoder.Decoder`.
+
+    `norms` maps the part after "model.layers.N." to the path inside a block, both without ".weight".
+    """
+    table = WeightTable()
+    table.add("model.embed_tokens.weight", "embedding.weight")
+    for i in range(num_layers):
+        hf, block = f"model.layers.{i}", f"blocks.{i}"
+        kinds = [("weight", True, True, True), ("bias", qkv_bias, out_bias, mlp_bias)]
+        for kind, qkv, out, mlp in kinds:
+            if qkv:
+                rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+                shards = [(f"{hf}.self_attn.{part}_proj.{kind}", count) for part, count in rows.items()]
+                table.add_shards(f"{block}.attention.qkv.{kind}", shards)
+            if out:
+                table.add(f"{hf}.self_attn.o_proj.{kind}", f"{block}.attention.out.{kind}")
+            if mlp:
+                shards = [(f"{hf}.mlp.{part}_proj.{kind}", intermediate_size) for part in ("gate", "up")]
+                table.add_shards(f"{block}.mlp.gate_up.{kind}", shards)
+                table.add(f"{hf}.mlp.down_proj.{kind}", f"{block}.mlp.down.{kind}")
+        for name, path in norms.items():
+            table.add(f"{hf}.{name}.weight", f"{block}.{path}.weight")
+    table.add("model.norm.weight", "norm.weight")
+    table.ignore(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(num_layers))
+    table.ignore(["model.rotary_emb.inv_freq"])
+    if tied:
+        table.ignore(["lm_head.weight"])
+    else:
+        table.add("lm_head.weight", "head.weight")
+    return table

@@ -1,0 +1,22 @@
+"""Cache writes and row gathers in plain torch. Called on the worker thread; `write_kv` changes the cache in place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """(k [T, K, D], v [T, K, D], k_cache [blocks, block_size, K, D], v_cache, slot_mapping [T]): in place."""
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """(ids [T] int64, weight [V, N]) -> [T, N]."""
+    return F.embedding(ids, weight)
+
+
+def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """(x [T, N], rows [M] int64) -> [M, N]."""
+    return x.index_select(0, rows)

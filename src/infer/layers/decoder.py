@@ -1,0 +1,107 @@
+"""A pre-norm decoder block and the decoder that strings blocks together between embedding and head.
+
+Called on the worker thread; owns the parts a model file hands it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from infer.layers.attention import SelfAttention, kv_layout
+from infer.layers.embedding import Embedding
+from infer.layers.linear import LMHead
+from infer.layers.mlp import MLP
+from infer.layers.norm import RMSNorm
+from infer.layers.parameter import Layer
+from infer.layers.rotary import Rotary
+
+if TYPE_CHECKING:
+    from infer.config.model import KVLayout
+    from infer.plugins.model import ForwardBatch
+    from infer.weights.mapping import WeightTable
+
+Angles = tuple[tuple[Tensor, Tensor], ...]
+"""(cos, sin) of every rotary of the model, in the order of `Decoder.rotaries`."""
+
+
+class Block(Protocol):
+    """One decoder block. The residual stream travels unnormed beside the branch output `x`; it is None at first."""
+
+    attention: SelfAttention
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, angles: Angles, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class DecoderBlock(Layer):
+    """norm, attention, add, norm, MLP: the Llama arrangement."""
+
+    def __init__(
+        self, attention: SelfAttention, mlp: MLP, input_norm: RMSNorm, post_norm: RMSNorm, *, rotary: int = 0
+    ) -> None:
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = input_norm
+        self.post_norm = post_norm
+        self.rotary = rotary
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, angles: Angles, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] and the residual so far -> the block's branch output and the new residual."""
+        if residual is None:
+            x, residual = self.input_norm(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x = self.attention(x, angles[self.rotary], batch)
+        x, residual = self.post_norm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(Layer):
+    """A causal language model (`plugins.model.CausalLM`)."""
+
+    def __init__(
+        self,
+        *,
+        embedding: Embedding,
+        blocks: Sequence[Block],
+        norm: RMSNorm,
+        head: LMHead,
+        rotaries: Sequence[Rotary],
+        table: WeightTable,
+        logit_softcap: float | None = None,
+    ) -> None:
+        self.embedding = embedding
+        self.blocks = list(blocks)
+        self.norm = norm
+        self.head = head
+        self.rotaries = list(rotaries)
+        self.table = table
+        self.logit_softcap = logit_softcap
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """-> final hidden states [T, hidden], normed."""
+        x = self.embedding(batch.token_ids)
+        angles = tuple([rotary(batch.positions) for rotary in self.rotaries])
+        residual: Tensor | None = None
+        for block in self.blocks:
+            x, residual = block(x, residual, angles, batch)
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """(hidden [T, hidden], rows [M] int64) -> fp32 [M, vocab]."""
+        logits = self.head(self.head.ops.gather_rows(hidden, rows))
+        if self.logit_softcap is not None:
+            logits = (logits / self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits
+
+    def kv_layout(self) -> KVLayout:
+        return kv_layout([block.attention.facts for block in self.blocks])
+
+    def weight_table(self) -> WeightTable:
+        return self.table

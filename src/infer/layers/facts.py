@@ -1,0 +1,145 @@
+"""Typed reading of config.json keys for the models' config views; every refusal names the key and the value.
+
+Used on the worker thread while a model is planned; pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from infer.errors import ModelError, UnsupportedModelError
+from infer.layers.rotary import RopeFacts
+
+if TYPE_CHECKING:
+    from infer.config.model import ModelConfig
+
+MISSING: Any = object()
+
+
+class Facts:
+    """A checkpoint's config.json. A key without a default must be there; null counts as absent where a default exists."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.raw = config.raw
+        self.architecture = config.architecture
+        self.max_position = config.max_position
+
+    def integer(self, key: str, default: int = MISSING, *, minimum: int = 1) -> int:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self._wrong(key, value, f"must be an integer of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float = MISSING) -> float:
+        value = self._value(key, default)
+        return self._positive(key, value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.raw.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "must be true or false")
+        return value
+
+    def must_be(self, key: str, *supported: object) -> None:
+        """Refuse any other value; an absent key passes."""
+        value = self.raw.get(key)
+        if value is not None and value not in supported:
+            names = " or ".join(repr(item) for item in supported)
+            raise UnsupportedModelError(f"{self.architecture}: {key}={value!r} is not supported, only {names}")
+
+    def heads(self, *, kv_default: int | None = None) -> tuple[int, int, int]:
+        """-> (num_heads, num_kv_heads, head_size). Without a key the KV heads are `kv_default`, else the query heads."""
+        num_heads = self.integer("num_attention_heads")
+        num_kv_heads = self.integer("num_key_value_heads", num_heads if kv_default is None else kv_default)
+        if num_heads % num_kv_heads:
+            raise self._wrong("num_key_value_heads", num_kv_heads, f"must divide num_attention_heads={num_heads}")
+        hidden = self.integer("hidden_size")
+        if self.raw.get("head_dim") is None and hidden % num_heads:
+            raise self._wrong("hidden_size", hidden, f"must be a multiple of num_attention_heads={num_heads}")
+        head_size = self.integer("head_dim", hidden // num_heads)
+        if head_size % 2:
+            raise self._wrong("head_dim", head_size, "must be even")
+        return num_heads, num_kv_heads, head_size
+
+    def windows(self, num_layers: int, window: int | None, default: list[bool]) -> list[int | None]:
+        """Window of each layer. `layer_types` in the config decides; `default` says which layers slide without it."""
+        kinds = self.raw.get("layer_types")
+        slides = default
+        if kinds is not None:
+            names = ("full_attention", "sliding_attention")
+            if not isinstance(kinds, list) or len(kinds) != num_layers:
+                raise self._wrong("layer_types", kinds, f"must list {num_layers} layers")
+            unknown = [kind for kind in kinds if kind not in names]
+            if unknown:
+                raise UnsupportedModelError(f"{self.architecture}: layer_types holds {unknown[0]!r}; known are {names}")
+            slides = [kind == "sliding_attention" for kind in kinds]
+        if any(slides) and window is None:
+            raise self._wrong("sliding_window", None, "must be set: layer_types has sliding layers")
+        return [window if slide else None for slide in slides]
+
+    def rope(
+        self, section: Mapping[str, Any] | None = None, *, theta_key: str = "rope_theta", theta: float
+    ) -> RopeFacts:
+        """Rotary facts from `section`, or from `rope_parameters` or the older `rope_scaling` of the config.
+
+        The base frequency is the section's `rope_theta`, else the config's `theta_key`, else `theta`.
+        """
+        if section is None:
+            section = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or self._dotted("rope_scaling.")
+        if not isinstance(section, Mapping):
+            raise self._wrong("rope_scaling", section, "must be an object")
+        kind: Literal["default", "linear", "llama3"]
+        match section.get("rope_type", section.get("type")):
+            case None | "default" | "none":
+                kind = "default"
+            case "linear":
+                kind = "linear"
+            case "llama3":
+                kind = "llama3"
+            case other:
+                known = "default, linear, llama3"
+                raise UnsupportedModelError(
+                    f"{self.architecture}: rope_type {other!r} is not supported; known: {known}"
+                )
+        base = section.get("rope_theta")
+        partial = section.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
+        inner = {name: section.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+        original = section.get("original_max_position_embeddings")
+        return RopeFacts(
+            theta=self.number(theta_key, theta) if base is None else self._positive("rope_theta", base),
+            kind=kind,
+            partial=1.0 if partial is None else self._positive("partial_rotary_factor", partial),
+            factor=1.0 if kind == "default" else self._positive("rope_scaling.factor", inner["factor"]),
+            low_freq_factor=self._scaling(kind, "low_freq_factor", inner, 1.0),
+            high_freq_factor=self._scaling(kind, "high_freq_factor", inner, 4.0),
+            original_max_position=int(
+                self._positive("rope_scaling.original_max_position_embeddings", original or self.max_position)
+            ),
+        )
+
+    def _scaling(self, kind: str, name: str, section: Mapping[str, Any], unused: float) -> float:
+        return self._positive(f"rope_scaling.{name}", section[name]) if kind == "llama3" else unused
+
+    def _dotted(self, prefix: str) -> dict[str, Any]:
+        """A section that a GGUF spells as flat keys."""
+        return {key.removeprefix(prefix): value for key, value in self.raw.items() if key.startswith(prefix)}
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        if value is not None:
+            return value
+        if default is MISSING:
+            raise ModelError(f"{self.architecture}: config.json has no {key!r}")
+        return default
+
+    def _positive(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self._wrong(key, value, "must be a positive number")
+        return float(value)
+
+    def _wrong(self, key: str, value: object, rule: str) -> ModelError:
+        return ModelError(f"{self.architecture}: {key}={value!r} in config.json {rule}")

@@ -1,0 +1,68 @@
+"""Linear layers and the language-model head; fused projections are row shards of one weight.
+
+Called on the worker thread; the quantization method decides how a weight is stored and applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from infer.layers.parameter import Layer, Parameter
+
+if TYPE_CHECKING:
+    from infer.layers.embedding import Embedding
+    from infer.plugins.model import BuildContext
+
+
+class Linear(Layer):
+    """y = x W^T + b. Parameters: what the quantization method creates ("weight" for plain ones), and "bias"."""
+
+    def __init__(self, context: BuildContext, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        self.ops = context.ops
+        self.quant = context.quant
+        self.storage = context.quant.create(out_features, in_features, context.dtype, context.device)
+        self.slots = {name: Parameter(tensor) for name, tensor in self.storage.items()}
+        self.bias = Parameter(torch.empty(out_features, dtype=context.dtype, device=context.device)) if bias else None
+
+    def children(self) -> Iterator[tuple[str, Parameter | Layer]]:
+        yield from self.slots.items()
+        if self.bias is not None:
+            yield "bias", self.bias
+
+    def finalize(self) -> None:
+        """Hand the filled weight to the quantization method; its slots are empty afterwards."""
+        filled = {name: slot.data for name, slot in self.slots.items()}
+        self.slots = {}
+        self.storage = {}
+        self.storage = self.quant.finalize(filled, self.ops)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from ({name: slot.data for name, slot in self.slots.items()} or self.storage).values()
+        if self.bias is not None:
+            yield self.bias.data
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        return self.quant.apply(self.storage, x, None if self.bias is None else self.bias.data, self.ops)
+
+
+class LMHead(Layer):
+    """Hidden states to vocabulary logits. Tied: the embedding's own parameter, counted and loaded once."""
+
+    def __init__(
+        self, context: BuildContext, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None = None
+    ) -> None:
+        self.ops = context.ops
+        self.weight = (
+            tied_to.weight
+            if tied_to is not None
+            else Parameter(torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device))
+        )
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [M, hidden] -> fp32 [M, vocab]."""
+        return self.ops.linear(hidden, self.weight.data, None).float()

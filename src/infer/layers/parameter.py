@@ -1,0 +1,94 @@
+"""Weight slots and the base of layers: what the loader fills and walks.
+
+Built and filled on the worker thread; a `Parameter` owns its tensor, a `Layer` owns nothing but its attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from infer.errors import WeightError
+
+
+class Parameter:
+    """A slot for one weight: knows its shape and dtype from the start, and remembers which rows have been filled."""
+
+    __slots__ = ("_filled", "data", "optional")
+
+    def __init__(self, data: Tensor, *, optional: bool = False) -> None:
+        """`data` is uninitialised storage of the final shape (on the meta device while planning).
+
+        An optional slot may stay empty; its owner decides in `finalize` what that means.
+        """
+        self.data = data
+        self.optional = optional
+        self._filled: list[tuple[int, int]] = []
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def complete(self) -> bool:
+        return sum(stop - start for start, stop in self._filled) == self.shape[0]
+
+    def load(self, tensor: Tensor, rows: tuple[int, int] | None = None) -> None:
+        """Fill all rows, or rows[0] .. rows[1]. The tensor is adopted instead of copied where it is the whole slot."""
+        start, stop = rows if rows is not None else (0, self.shape[0])
+        expected = (stop - start, *self.shape[1:])
+        if tuple(tensor.shape) != expected:
+            raise WeightError(f"shape {tuple(tensor.shape)} does not fit {expected}")
+        for first, last in self._filled:
+            if start < last and first < stop:
+                raise WeightError(f"rows {start}..{stop} overlap rows {first}..{last}, which were filled before")
+        self._filled.append((start, stop))
+        same_kind = tensor.dtype == self.data.dtype and tensor.device == self.data.device
+        if expected == self.shape and same_kind and tensor.is_contiguous():
+            self.data = tensor
+        else:
+            with torch.no_grad():
+                self.data[start:stop].copy_(tensor)
+
+
+class Layer:
+    """Base of everything that holds parameters. Deliberately not `nn.Module`: no hooks, no modes, no state dict."""
+
+    def children(self) -> Iterator[tuple[str, Parameter | Layer]]:
+        """Direct parts as (name relative to this layer, part), lists expanded as "name.0", "name.1", ..."""
+        for name, value in vars(self).items():
+            if isinstance(value, Parameter | Layer):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Layer))
+
+    def finalize(self) -> None:
+        """Called once when all of the layer's own parameters are filled."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The layer's own weight tensors as they live in memory now."""
+        for _, part in self.children():
+            if isinstance(part, Parameter):
+                yield part.data
+
+
+def named_layers(root: Layer, prefix: str = "") -> Iterator[tuple[str, Layer]]:
+    """The layer and all layers below it, each once per path, parents first."""
+    yield prefix, root
+    for name, part in root.children():
+        if isinstance(part, Layer):
+            yield from named_layers(part, f"{prefix}.{name}" if prefix else name)
+
+
+def named_parameters(root: Layer) -> dict[str, Parameter]:
+    """Dotted path -> parameter. A shared parameter (tied embedding) appears under its first path only."""
+    found: dict[str, Parameter] = {}
+    seen: set[int] = set()
+    for prefix, layer in named_layers(root):
+        for name, part in layer.children():
+            if isinstance(part, Parameter) and id(part) not in seen:
+                seen.add(id(part))
+                found[f"{prefix}.{name}" if prefix else name] = part
+    return found

@@ -1,0 +1,56 @@
+"""Plain floating-point weights, stored in the compute dtype. Called on the worker thread; the layer owns the storage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from infer.plugins.hookspecs import hookimpl
+from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
+
+if TYPE_CHECKING:
+    from infer.plugins.platform import Ops
+
+
+class UnquantizedMethod:
+    """One tensor, "weight" [N, I]."""
+
+    name = "unquantized"
+
+    def create(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        return {"weight": torch.empty(out_features, in_features, dtype=dtype, device=device)}
+
+    def finalize(self, storage: dict[str, Tensor], ops: Ops) -> dict[str, Tensor]:
+        return storage
+
+    def apply(self, storage: dict[str, Tensor], x: Tensor, bias: Tensor | None, ops: Ops) -> Tensor:
+        return ops.linear(x, storage["weight"], bias)
+
+    def dequantize(self, storage: dict[str, Tensor]) -> Tensor:
+        return storage["weight"]
+
+
+def create(section: dict[str, Any] | None) -> UnquantizedMethod:
+    return UnquantizedMethod()
+
+
+def matches(section: dict[str, Any] | None) -> bool:
+    return section is None
+
+
+@hookimpl
+def infer_quant_methods() -> list[QuantMethodSpec]:
+    return [
+        QuantMethodSpec(
+            name="unquantized",
+            api=API_VERSION,
+            factory=f"{__name__}:create",
+            matches=f"{__name__}:matches",
+            dtypes=("float32", "bfloat16", "float16"),
+            example={"section": None, "shape": [48, 32], "tolerance": 0.0},
+        )
+    ]
