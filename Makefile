@@ -57,7 +57,7 @@ docs: $(STAMP)
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP):
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "infer needs Python 3.11 or newer, and there is no '$(PYTHON)' here. Install one, or name it: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
