@@ -1,0 +1,236 @@
+"""From what a caller gave (prompt, parameters) to sequences the scheduler can take, or a typed refusal.
+
+Runs in the request's task. Part of the facade: knows text; the engine core behind it knows token ids only.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from infer.config.model import ModelConfig
+from infer.config.resolve import ResolvedScheduler
+from infer.engine.step import SamplingSpec
+from infer.errors import ContextLengthError, InvalidRequestError
+from infer.types import Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from infer.plugins.tokenizer import Tokenizer
+    from infer.text.chat_template import ChatTemplate
+
+_LONG_TEXT = 20_000
+"""Characters from which tokenizing is worth a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A request that may run: everything decided, one sampling spec per choice."""
+
+    prompt_ids: tuple[int, ...]
+    specs: tuple[SamplingSpec, ...]
+    max_tokens: int
+    stop_ids: dict[int, int | None]
+    """Token id -> stop reason (None for EOS)."""
+    params: SamplingParams
+    """As in force: defaults and seed filled in."""
+    defaults: dict[str, Any]
+    """Fields that generation_config.json gave."""
+
+
+class Admission:
+    """Validates against one loaded model. `max_model_len` is what the KV cache can really hold."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        scheduler: ResolvedScheduler,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        use_generation_config: bool,
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._template = template
+        self._use_generation_config = use_generation_config
+        self._max_num_seqs = scheduler.max_num_seqs
+        self.max_model_len = max_model_len
+
+    async def admit(
+        self, prompt: Prompt, params: SamplingParams | None, tools: Sequence[dict[str, Any]] | None
+    ) -> Admitted:
+        """Raises `InvalidRequestError` or `ContextLengthError` naming the parameter and the value."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"params is {type(params).__name__}, not SamplingParams", parameter="params", value=params
+            )
+        params, defaults = self._with_defaults(params or SamplingParams())
+        prompt_ids = await self._encode(prompt, tools)
+        max_tokens = self._check_length(len(prompt_ids), params)
+        self._check_ids(prompt_ids, params)
+        stop_ids: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
+        if not params.ignore_eos:
+            for token_id in dict.fromkeys((*self._model.eos_token_ids, *self._tokenizer.eos_token_ids)):
+                stop_ids.setdefault(token_id, None)
+        spec = self._spec(params, stop_ids)
+        specs = [spec] + [_choice_spec(spec, index) for index in range(1, params.n)]
+        return Admitted(
+            prompt_ids=tuple(prompt_ids),
+            specs=tuple(specs),
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            params=params,
+            defaults=defaults,
+        )
+
+    def _with_defaults(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, Any]]:
+        """The caller's word first, then generation_config.json, then ours; the seed drawn if there is none."""
+        given = params.model_fields_set
+        defaults = self._model.generation.values if self._use_generation_config else {}
+        used = {name: value for name, value in defaults.items() if name not in given}
+        filled: dict[str, Any] = dict(used)
+        if params.seed is None:
+            filled["seed"] = secrets.randbits(63)
+        if not filled:
+            return params, used
+        values = {name: getattr(params, name) for name in given}
+        return SamplingParams(**(values | filled)), used
+
+    async def _encode(self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None) -> list[int]:
+        if isinstance(prompt, str):
+            if tools:
+                raise InvalidRequestError("tools need chat messages, not a raw prompt", parameter="tools")
+            return await self._encode_text(prompt, add_special_tokens=True)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise InvalidRequestError(
+                f"prompt is {type(prompt).__name__}; give text, a list of token ids or a list of chat messages",
+                parameter="prompt",
+                value=prompt,
+            )
+        if prompt and isinstance(prompt[0], dict):
+            text = self._render(prompt, tools)
+            # The template writes BOS and every other special token itself.
+            return await self._encode_text(text, add_special_tokens=False)
+        for index, token_id in enumerate(prompt):
+            if type(token_id) is not int:
+                raise InvalidRequestError(
+                    f"prompt[{index}]={token_id!r} is not a token id", parameter="prompt", value=token_id
+                )
+        return list(prompt)  # type: ignore[arg-type]
+
+    def _render(self, messages: Sequence[Any], tools: Sequence[dict[str, Any]] | None) -> str:
+        if self._template is None:
+            raise InvalidRequestError(
+                "the model has no chat template: give raw text, or set model.chat_template", parameter="messages"
+            )
+        last = messages[-1]
+        continues = isinstance(last, dict) and last.get("role") == "assistant"
+        return self._template.render(
+            list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+        )
+
+    async def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the prompt is not valid Unicode: {error.reason}", parameter="prompt") from None
+        if len(text) < _LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await anyio.to_thread.run_sync(
+            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    def _check_length(self, prompt_len: int, params: SamplingParams) -> int:
+        limit = self.max_model_len
+        if prompt_len == 0:
+            raise InvalidRequestError("the prompt is empty: it has no token to predict from", parameter="prompt")
+        if prompt_len >= limit:
+            raise ContextLengthError(
+                f"the prompt has {prompt_len} tokens and the context holds {limit} with at least one for the answer; "
+                "shorten the prompt or raise model.max_model_len or the KV cache",
+                parameter="prompt",
+                value=prompt_len,
+            )
+        if params.max_tokens is None:
+            return limit - prompt_len
+        if prompt_len + params.max_tokens > limit:
+            raise ContextLengthError(
+                f"prompt ({prompt_len} tokens) and max_tokens={params.max_tokens} together exceed the context of {limit}; "
+                f"max_tokens can be at most {limit - prompt_len}",
+                parameter="max_tokens",
+                value=params.max_tokens,
+            )
+        return params.max_tokens
+
+    def _check_ids(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        vocab_size = self._model.vocab_size
+        groups: tuple[tuple[str, Sequence[int]], ...] = (
+            ("prompt", prompt_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        )
+        for name, ids in groups:
+            if ids and (max(ids) >= vocab_size or min(ids) < 0):
+                wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+                raise InvalidRequestError(
+                    f"{name} holds token id {wrong}; the vocabulary has {vocab_size} ids (0 to {vocab_size - 1})",
+                    parameter=name,
+                    value=wrong,
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > vocab_size:
+                raise InvalidRequestError(
+                    f"{name}={count} is more than the vocabulary's {vocab_size} ids", parameter=name, value=count
+                )
+        if params.n > self._max_num_seqs:
+            raise InvalidRequestError(
+                f"n={params.n} is more than scheduler.max_num_seqs={self._max_num_seqs}", parameter="n", value=params.n
+            )
+
+    def _spec(self, params: SamplingParams, stop_ids: dict[int, int | None]) -> SamplingSpec:
+        return SamplingSpec(
+            seed=params.seed or 0,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            min_tokens=params.min_tokens,
+            min_tokens_masked_ids=tuple(stop_ids) if params.min_tokens else (),
+            logit_bias=tuple(sorted(params.logit_bias.items())),
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=self._bad_words(params.bad_words),
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            logprobs_mode=params.logprobs_mode,
+        )
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as the tokenizer writes it at the start of a text and after a space."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    sequences[ids] = None
+        return tuple(sequences)
+
+
+def _choice_spec(spec: SamplingSpec, index: int) -> SamplingSpec:
+    """Choice `index`: its own seed; the prompt's logprobs are choice 0's business."""
+    fields: dict[str, Any] = {name: getattr(spec, name) for name in spec.__struct_fields__}
+    fields["seed"] = (spec.seed + index) % 2**63
+    fields["prompt_logprobs"] = None
+    return SamplingSpec(**fields)

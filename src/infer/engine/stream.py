@@ -1,0 +1,223 @@
+"""The reader's end of a request: fetches ids from the outbox and makes text of them, delta by delta.
+
+Runs in the request's task. Part of the facade; owns the detokenizer and stop matcher of each choice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from infer.engine.outputs import ChoiceUpdate, Outbox
+from infer.engine.request import Request
+from infer.errors import EngineError
+from infer.text.detokenizer import Detokenizer
+from infer.text.stop import StopMatch, StopMatcher
+from infer.types import Choice, Completion, Delta, FinishReason, RequestTimings, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from infer.engine.admission import Admitted
+    from infer.engine.step import PositionLogprobs
+    from infer.plugins.tokenizer import Tokenizer
+
+
+class ChoiceText:
+    """One choice being read: its ids, text and log-probabilities, all cut at the same token."""
+
+    def __init__(self, index: int, admitted: Admitted, tokenizer: Tokenizer) -> None:
+        params = admitted.params
+        self.index = index
+        self.seed = admitted.specs[index].seed
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._include_stop = params.include_stop
+        self._detokenizer = Detokenizer(tokenizer, admitted.prompt_ids)
+        self._stop = StopMatcher(params.stop, params.include_stop, min_tokens=params.min_tokens)
+
+    def read(self, update: ChoiceUpdate) -> Delta | None:
+        """Take an update in; None when it changes nothing for the reader."""
+        if self.finish_reason is not None:
+            return None  # a stop string ended it; what the engine still delivers is surplus
+        pieces: list[str] = []
+        kept = 0
+        for token_id in update.token_ids:
+            kept += 1
+            self.token_ids.append(token_id)
+            is_stop_token = kept == len(update.token_ids) and update.finish_reason == "stop"
+            if is_stop_token and not self._include_stop:
+                break  # its text is not part of the answer
+            self._take(self._stop.feed(self._detokenizer.feed(token_id)), pieces)
+            if self.finish_reason is not None:
+                break
+        if self.finish_reason is None and update.finish_reason is not None:
+            self._take(self._stop.finish(self._detokenizer.finish()), pieces)
+            if self.finish_reason is None:
+                self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+        text = "".join(pieces)
+        self.text += text
+        logprobs = self._read_logprobs(update.logprobs[:kept])
+        return Delta(
+            choice_index=self.index,
+            text=text,
+            token_ids=tuple(update.token_ids[:kept]),
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _take(self, emitted: tuple[str, StopMatch | None], pieces: list[str]) -> None:
+        """Keep what the stop strings let through; a match ends the choice."""
+        text, match = emitted
+        pieces.append(text)
+        if match is not None:
+            self.finish_reason, self.stop_reason = "stop", match.stop
+
+    def _read_logprobs(self, entries: list[PositionLogprobs]) -> tuple[TokenLogprob, ...] | None:
+        if self.logprobs is None:
+            return None
+        public = public_logprobs(entries)
+        self.logprobs += public
+        return public
+
+    def choice(self) -> Choice:
+        if self.finish_reason is None:
+            raise EngineError(f"choice {self.index} has not ended")
+        return Choice(
+            index=self.index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            seed=self.seed,
+        )
+
+
+def public_logprobs(entries: list[PositionLogprobs]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(entry.token_id, entry.logprob, entry.rank, entry.top) for entry in entries)
+
+
+class Stream:
+    """One request while it runs: `async with engine.stream(...) as stream: async for delta in stream: ...`.
+
+    After the loop `stream.result` is what `generate` returns. Leaving the block early aborts the request.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[Stream], Awaitable[None]],
+        end: Callable[[Request, FinishReason, int | str | None], None],
+        forget: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._submit = submit
+        self._end = end
+        self._forget = forget
+        self._clock = clock
+        self._requests: list[Request] = []
+        self._choices: list[ChoiceText] = []
+        self._deltas: deque[Delta] = deque()
+        self._prompt_logprobs: list[PositionLogprobs] = []
+        self._result: Completion | None = None
+        self._failed = False
+
+    def attach(self, requests: list[Request], admitted: Admitted, tokenizer: Tokenizer, outbox: Outbox) -> None:
+        """Called by the engine once the request is queued."""
+        self._requests = requests
+        self._admitted = admitted
+        self._outbox = outbox
+        self._choices = [ChoiceText(index, admitted, tokenizer) for index in range(len(requests))]
+        self._arrived_at = self._clock()
+        self._first_token_at: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._requests[0].request_id
+
+    @property
+    def result(self) -> Completion:
+        """The completion; raises `EngineError` while the stream has not been read to its end."""
+        if self._result is None:
+            raise EngineError("the stream has no result yet: read it to its end first")
+        return self._result
+
+    async def __aenter__(self) -> Self:
+        await self._submit(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for request in self._requests:
+            if request.finish_reason is None:
+                self._end(request, "abort", None)
+        if self._requests:
+            self._forget(self.request_id)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._result is not None or self._failed:
+                raise StopAsyncIteration
+            await self._fetch()
+        return self._deltas.popleft()
+
+    async def _fetch(self) -> None:
+        for update in await self._outbox.take():
+            if update.error is not None:
+                self._failed = True
+                raise _own_copy(update.error)
+            choice = self._choices[update.choice_index]
+            self._prompt_logprobs += update.prompt_logprobs
+            if self._first_token_at is None and update.token_ids:
+                self._first_token_at = self._clock()
+            delta = choice.read(update)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None and update.finish_reason is None:
+                self._end(self._requests[choice.index], "stop", delta.stop_reason)
+            self._deltas.append(delta)
+        if all(choice.finish_reason is not None for choice in self._choices):
+            self._result = self._complete()
+
+    def _complete(self) -> Completion:
+        admitted, first = self._admitted, self._requests[0]
+        scheduled = first.first_scheduled_at
+        prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        if admitted.params.prompt_logprobs is not None:
+            prompt_logprobs = (None, *public_logprobs(self._prompt_logprobs))
+        now = self._clock()
+        return Completion(
+            request_id=first.request_id,
+            prompt_token_ids=admitted.prompt_ids,
+            choices=tuple(choice.choice() for choice in self._choices),
+            usage=Usage(
+                prompt_tokens=len(admitted.prompt_ids),
+                output_tokens=sum(len(choice.token_ids) for choice in self._choices),
+                cached_tokens=first.num_cached_tokens or 0,
+            ),
+            sampling=admitted.params,
+            sampling_defaults=admitted.defaults,
+            prompt_logprobs=prompt_logprobs,
+            timings=RequestTimings(
+                queued=(scheduled if scheduled is not None else now) - self._arrived_at,
+                first_token=None if self._first_token_at is None else self._first_token_at - self._arrived_at,
+                total=now - self._arrived_at,
+            ),
+        )
+
+
+def _own_copy(error: Exception) -> Exception:
+    """One error may end many requests: each raises its own, with the shared one's cause."""
+    copy = type(error).__new__(type(error))
+    copy.__dict__.update(error.__dict__)
+    copy.args = error.args
+    copy.__cause__ = error.__cause__ or error
+    return copy
