@@ -51,16 +51,17 @@ class Facts:
             names = " or ".join(repr(item) for item in supported)
             raise UnsupportedModelError(f"{self.architecture}: {key}={value!r} is not supported, only {names}")
 
-    def heads(self, *, kv_default: int | None = None) -> tuple[int, int, int]:
-        """-> (num_heads, num_kv_heads, head_size). Without a key the KV heads are `kv_default`, else the query heads."""
+    def heads(self, *, kv_default: int | None = None, size_default: int | None = None) -> tuple[int, int, int]:
+        """-> (num_heads, num_kv_heads, head_size); the defaults are transformers' for the architecture. Without them
+        the KV heads are as many as the query heads, and the head size is hidden_size / num_attention_heads."""
         num_heads = self.integer("num_attention_heads")
         num_kv_heads = self.integer("num_key_value_heads", num_heads if kv_default is None else kv_default)
         if num_heads % num_kv_heads:
             raise self._wrong("num_key_value_heads", num_kv_heads, f"must divide num_attention_heads={num_heads}")
         hidden = self.integer("hidden_size")
-        if self.raw.get("head_dim") is None and hidden % num_heads:
+        if self.raw.get("head_dim") is None and size_default is None and hidden % num_heads:
             raise self._wrong("hidden_size", hidden, f"must be a multiple of num_attention_heads={num_heads}")
-        head_size = self.integer("head_dim", hidden // num_heads)
+        head_size = self.integer("head_dim", size_default or hidden // num_heads)
         if head_size % 2:
             raise self._wrong("head_dim", head_size, "must be even")
         return num_heads, num_kv_heads, head_size
@@ -89,12 +90,12 @@ class Facts:
         The base frequency is the section's `rope_theta`, else the config's `theta_key`, else `theta`.
         """
         if section is None:
-            section = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or self._dotted("rope_scaling.")
+            section = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
         if not isinstance(section, Mapping):
             raise self._wrong("rope_scaling", section, "must be an object")
         kind: Literal["default", "linear", "llama3"]
         match section.get("rope_type", section.get("type")):
-            case None | "default" | "none":
+            case None | "default":
                 kind = "default"
             case "linear":
                 kind = "linear"
@@ -123,10 +124,6 @@ class Facts:
 
     def _scaling(self, kind: str, name: str, section: Mapping[str, Any], unused: float) -> float:
         return self._positive(f"rope_scaling.{name}", section[name]) if kind == "llama3" else unused
-
-    def _dotted(self, prefix: str) -> dict[str, Any]:
-        """A section that a GGUF spells as flat keys."""
-        return {key.removeprefix(prefix): value for key, value in self.raw.items() if key.startswith(prefix)}
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)

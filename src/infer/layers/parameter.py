@@ -16,24 +16,16 @@ from infer.errors import WeightError
 class Parameter:
     """A slot for one weight: knows its shape and dtype from the start, and remembers which rows have been filled."""
 
-    __slots__ = ("_filled", "data", "optional")
+    __slots__ = ("_filled", "data")
 
-    def __init__(self, data: Tensor, *, optional: bool = False) -> None:
-        """`data` is uninitialised storage of the final shape (on the meta device while planning).
-
-        An optional slot may stay empty; its owner decides in `finalize` what that means.
-        """
+    def __init__(self, data: Tensor) -> None:
+        """`data` is uninitialised storage of the final shape (on the meta device while planning)."""
         self.data = data
-        self.optional = optional
         self._filled: list[tuple[int, int]] = []
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
-
-    @property
-    def complete(self) -> bool:
-        return sum(stop - start for start, stop in self._filled) == self.shape[0]
 
     def load(self, tensor: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill all rows, or rows[0] .. rows[1]. The tensor is adopted instead of copied where it is the whole slot."""

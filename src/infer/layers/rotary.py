@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from infer.layers.parameter import Layer, Parameter
+from infer.layers.parameter import Layer
 
 if TYPE_CHECKING:
     from infer.plugins.model import BuildContext
@@ -53,18 +53,10 @@ def inverse_frequencies(rope: RopeFacts, head_size: int) -> Tensor:
 
 
 class Rotary(Layer):
-    """Angles of one theta. `divisors` is filled only by checkpoints that store their scaling as a tensor (GGUF)."""
+    """Angles of one set of frequencies, in fp32 whatever the compute dtype."""
 
     def __init__(self, context: BuildContext, rope: RopeFacts, head_size: int) -> None:
-        frequencies = inverse_frequencies(rope, head_size)
-        self.frequencies = frequencies.to(context.device)
-        self.divisors = Parameter(
-            torch.empty(len(frequencies), dtype=torch.float32, device=context.device), optional=True
-        )
-
-    def finalize(self) -> None:
-        if self.divisors.complete:
-            self.frequencies = self.frequencies / self.divisors.data
+        self.frequencies = inverse_frequencies(rope, head_size).to(context.device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos, sin, each fp32 [T, R]."""

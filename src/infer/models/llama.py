@@ -85,7 +85,6 @@ def factory(config: ModelConfig, context: BuildContext) -> Decoder:
         out_bias=view.attention_bias,
         mlp_bias=view.mlp_bias,
     )
-    table.add("rope_freqs.weight", "rotaries.0.divisors", optional=True)
     return Decoder(
         embedding=embedding,
         blocks=[
@@ -118,14 +117,11 @@ GGUF = GGUFNames(
         "max_position_embeddings": "context_length",
         "vocab_size": "vocab_size",
         "rope_theta": "rope.freq_base",
-        "rope_scaling.type": "rope.scaling.type",
-        "rope_scaling.factor": "rope.scaling.factor",
     },
     tensors={
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight",
-        "rope_freqs.weight": "rope_freqs.weight",
         "blk.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
         "blk.{i}.attn_q.weight": "model.layers.{i}.self_attn.q_proj.weight",
         "blk.{i}.attn_k.weight": "model.layers.{i}.self_attn.k_proj.weight",

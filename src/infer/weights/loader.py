@@ -22,11 +22,7 @@ def check_weights(model: CausalLM, checkpoint: Checkpoint) -> None:
     """Compare names and shapes without reading data; works on the meta device. Raises `WeightError`."""
     parameters = named_parameters(cast(Layer, model))
     stored = {name: info.shape for name, info in checkpoint.tensors().items()}
-    model.weight_table().check(
-        stored,
-        {path: parameter.shape for path, parameter in parameters.items()},
-        [path for path, parameter in parameters.items() if parameter.optional],
-    )
+    model.weight_table().check(stored, {path: parameter.shape for path, parameter in parameters.items()})
 
 
 def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: ProgressCallback | None = None) -> None:
@@ -40,13 +36,13 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: ProgressCall
     parameters = named_parameters(root)
     layers = dict(named_layers(root))
     tensors = checkpoint.tensors()
-    work = [(name, target) for name, target in model.weight_table().targets.items() if name in tensors]
-    waiting = Counter(_owner(target.path) for _, target in work)
-    total = sum(tensors[name].stored_bytes for name, _ in work)
+    targets = model.weight_table().targets
+    waiting = Counter(_owner(target.path) for target in targets.values())
+    total = sum(tensors[name].stored_bytes for name in targets)
     done = 0
     for owner in layers.keys() - waiting.keys():
         layers[owner].finalize()
-    for name, target in work:
+    for name, target in targets.items():
         _fill(name, parameters[target.path], target.rows, checkpoint)
         owner = _owner(target.path)
         waiting[owner] -= 1

@@ -21,8 +21,6 @@ class Target:
     path: str
     rows: tuple[int, int] | None = None
     """First row and the row after the last; None for the whole parameter."""
-    optional: bool = False
-    """The checkpoint may lack it."""
 
 
 class WeightTable:
@@ -32,11 +30,11 @@ class WeightTable:
         self.targets: dict[str, Target] = {}
         self.ignored: set[str] = set()
 
-    def add(self, name: str, path: str, *, rows: tuple[int, int] | None = None, optional: bool = False) -> None:
+    def add(self, name: str, path: str, *, rows: tuple[int, int] | None = None) -> None:
         """One tensor to one parameter."""
         if name in self.targets:
             raise WeightError(f"tensor {name!r} is mapped twice: to {self.targets[name].path} and {path}", tensor=name)
-        self.targets[name] = Target(path, rows, optional)
+        self.targets[name] = Target(path, rows)
 
     def add_shards(self, path: str, shards: Iterable[tuple[str, int]]) -> None:
         """Tensors (name, number of rows) that lie one after the other in one parameter."""
@@ -49,17 +47,14 @@ class WeightTable:
         """Tensors a checkpoint may carry that the model does not need."""
         self.ignored.update(names)
 
-    def check(self, stored: Mapping[str, Shape], parameters: Mapping[str, Shape], optional: Iterable[str] = ()) -> None:
+    def check(self, stored: Mapping[str, Shape], parameters: Mapping[str, Shape]) -> None:
         """Every stored tensor has one destination of its shape, and every row of every parameter one source.
 
-        `stored` and `parameters` are name -> shape; `optional` are paths that may stay empty.
-        Raises `WeightError` naming the first culprit.
+        `stored` and `parameters` are name -> shape. Raises `WeightError` naming the first culprit.
         """
         self._check_names(stored)
         covered: dict[str, list[tuple[int, int, str]]] = {path: [] for path in parameters}
         for name, target in self.targets.items():
-            if name not in stored:
-                continue
             if target.path not in parameters:
                 raise WeightError(f"tensor {name!r} goes to {target.path}, which the model does not have", tensor=name)
             start, stop = target.rows if target.rows is not None else (0, parameters[target.path][0])
@@ -71,13 +66,11 @@ class WeightTable:
                     tensor=name,
                 )
             covered[target.path].append((start, stop, name))
-        may_be_empty = set(optional)
         for path, spans in covered.items():
-            if spans or path not in may_be_empty:
-                _check_coverage(path, parameters[path][0], sorted(spans))
+            _check_coverage(path, parameters[path][0], sorted(spans))
 
     def _check_names(self, stored: Mapping[str, Shape]) -> None:
-        missing = [name for name, target in self.targets.items() if name not in stored and not target.optional]
+        missing = [name for name in self.targets if name not in stored]
         extra = [name for name in stored if name not in self.targets and name not in self.ignored]
         if missing:
             near = difflib.get_close_matches(missing[0], extra, n=1)
