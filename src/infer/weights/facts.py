@@ -6,6 +6,7 @@ Any thread, blocking, no tensor library (planning happens before torch is needed
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -232,8 +233,10 @@ def _sampling_values(values: dict[str, Any], source: str) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"{source}: {field} is {value!r:.80}, not a number")
         if field == "top_k":
-            value = max(int(value), 0) if value == value // 1 else value  # -1 is another way to keep all
-        result[field] = value if field == "top_k" else float(value)
+            integral = isinstance(value, int) or value.is_integer()
+            result[field] = max(int(value), 0) if integral else value  # -1 is another way to keep all
+        else:
+            result[field] = float(value) if abs(value) < 1e300 else math.inf  # refused below
     try:
         SamplingParams(**result)
     except InvalidRequestError as error:

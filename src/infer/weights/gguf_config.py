@@ -207,13 +207,14 @@ def _llama3_scaling(config: dict[str, Any], file: GGUFFile, factors: tuple[float
     Several contexts may fit (they differ only beyond the slowest frequency): the largest common one, 8192, goes first.
     """
     theta, head_dim = config.get("rope_theta", 10000.0), config.get("head_dim")
-    if not isinstance(theta, int | float) or theta <= 0 or head_dim != 2 * len(factors):
+    if not isinstance(theta, int | float) or not 1 <= theta < math.inf or head_dim != 2 * len(factors):
         raise ModelError(
             f"{file.path}: {ROPE_FACTORS} has {len(factors)} elements; with head_dim {head_dim} and rope_theta {theta} "
             "it cannot be Llama 3 scaling"
         )
     candidate = {"rope_type": "llama3", "factor": max(factors), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    for original in (8192, *(1 << power for power in range(5, 21))):
+    originals = (8192, *(1 << power for power in range(5, 21))) if 1 < max(factors) < math.inf else ()
+    for original in originals:
         scaling = {**candidate, "original_max_position_embeddings": original}
         expected = _llama3_factors(theta, head_dim, scaling)
         if all(abs(want - have) <= 1e-4 * abs(want) for want, have in zip(expected, factors, strict=True)):
