@@ -237,12 +237,16 @@ def nearest(name: str, known: list[str]) -> str:
 
 def config_error(error: ValidationError) -> ConfigError:
     """One line per wrong field, each naming the field and the value."""
-    lines, fields = [], []
+    known = setting_names()
+    lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
-        fields.append(path)
+        parts = [str(part) for part in item["loc"]]
+        path = ".".join(parts)
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {path!r}{nearest(path, list(setting_names()))}")
-        else:
-            lines.append(f"{path}={item.get('input')!r}: {item['msg'].removeprefix('Value error, ')}")
-    return ConfigError("; ".join(lines), fields=tuple(fields))
+            lines[path] = f"unknown setting {path!r}{nearest(path, [*known, *EngineConfig.model_fields])}"
+            continue
+        # A union adds the member it tried to the location, and complains once per member.
+        path = next((name for name in (".".join(parts[:2]), path) if name in known), path)
+        message = item["msg"].removeprefix("Value error, ")
+        lines[path] = f"{lines[path]}, or: {message}" if path in lines else f"{path}={item.get('input')!r}: {message}"
+    return ConfigError("; ".join(lines.values()), fields=tuple(lines))

@@ -5,6 +5,7 @@ Engine settings are `INFER_SECTION__FIELD`; the names in `_OWN` are about the pr
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import sys
@@ -31,7 +32,6 @@ class Environment:
     cache_dir: Path
     offline: bool
     hub_token: str | None
-    hub_endpoint: str | None
     log_level: str | None
     log_json: bool
     debug: bool
@@ -46,11 +46,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     for variable in sorted(environ):
         if not variable.startswith(PREFIX) or variable in _OWN or not environ[variable]:
             continue
-        path = variable.removeprefix(PREFIX).lower().split("__")
+        path = ["model", "ref"] if variable == "INFER_MODEL" else variable.removeprefix(PREFIX).lower().split("__")
+        if len(path) == 1:
+            _refuse_misspelling(variable)  # a name of another kind, such as a test's own, is nobody's error
+            continue
         if not all(path):
             raise ConfigError(f"{variable}: write INFER_SECTION__FIELD, as in INFER_SCHEDULER__MAX_NUM_SEQS")
-        if path == ["model"]:
-            path = ["model", "ref"]
         node = settings
         for part in path[:-1]:
             node = node.setdefault(part, {})
@@ -65,7 +66,6 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         cache_dir=cache_directory(environ),
         offline=_flag(environ, "INFER_OFFLINE") or _flag(environ, "HF_HUB_OFFLINE"),
         hub_token=environ.get("HF_TOKEN") or environ.get("HUGGING_FACE_HUB_TOKEN") or None,
-        hub_endpoint=environ.get("HF_ENDPOINT") or None,
         log_level=environ.get("INFER_LOG_LEVEL") or None,
         log_json=_flag(environ, "INFER_LOG_JSON"),
         debug=_flag(environ, "INFER_DEBUG"),
@@ -85,6 +85,12 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
     # The XDG specification: a relative path there is to be ignored.
     root = Path(base) if base and Path(base).is_absolute() else Path("~/.cache").expanduser()
     return root / "infer"
+
+
+def _refuse_misspelling(variable: str) -> None:
+    near = difflib.get_close_matches(variable, (*_OWN, "INFER_MODEL"), n=1, cutoff=0.85)
+    if near:
+        raise ConfigError(f"unknown environment variable {variable}; did you mean {near[0]}?")
 
 
 def _value(variable: str, text: str) -> Any:

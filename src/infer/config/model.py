@@ -73,5 +73,7 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes_per_token: int
     """Activation bytes per token of a step at its widest point."""
     logits_bytes_per_row: int
-    """Bytes per sampled row at the widest point of the sampler (fp32 vocabulary rows)."""
+    """Bytes per sampled row while its logits are made and kept (fp32 vocabulary rows)."""
+    sampler_bytes: int = 0
+    """Bytes the sampler adds at most, whatever the number of rows: it works in chunks."""
     kv_layout: KVLayout

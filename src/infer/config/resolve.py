@@ -145,7 +145,7 @@ def format_memory_plan(plan: MemoryPlan) -> str:
     """One line for people, printed before loading."""
     total = plan.weights + plan.kv_cache + plan.workspace
     return (
-        f"memory: weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
+        f"weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
         f"{format_bytes(plan.workspace)} = {format_bytes(total)} of {format_bytes(plan.available)} available "
         f"(loading needs {format_bytes(plan.load_transient)} more for a moment)"
     )
@@ -155,7 +155,9 @@ def _workspace(config: EngineConfig, footprint: ModelFootprint) -> int:
     scheduler = config.scheduler
     rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return (
-        scheduler.max_num_batched_tokens * footprint.workspace_bytes_per_token + rows * footprint.logits_bytes_per_row
+        scheduler.max_num_batched_tokens * footprint.workspace_bytes_per_token
+        + rows * footprint.logits_bytes_per_row
+        + footprint.sampler_bytes
     )
 
 

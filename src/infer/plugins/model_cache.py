@@ -175,27 +175,43 @@ def _locked(cache_dir: Path, key: str, progress: ProgressCallback) -> Iterator[N
 
 @contextlib.contextmanager
 def watch_size(
-    directories: tuple[Path, ...], total: Callable[[], int | None], detail: str, progress: ProgressCallback
+    directories: tuple[Path, ...],
+    total: Callable[[], int | None],
+    detail: str,
+    progress: ProgressCallback,
+    stop: Callable[[], None],
 ) -> Iterator[None]:
-    """Report the bytes below `directories` as download progress while the block runs, from a thread of its own."""
+    """Report the bytes below `directories` as download progress while the block runs, from a thread of its own.
+
+    When `progress` raises (the engine was closed meanwhile), `stop` is called to end the block's work, and the error
+    is raised from the block.
+    """
     done = threading.Event()
+    failures: list[BaseException] = []
 
     def report() -> None:
-        last = -1
         while not done.wait(_POLL_SECONDS):
             size = sum(_size_below(directory) for directory in directories)
-            if size != last:
-                last = size
-                whole = total()
+            whole = total()
+            try:
                 progress(Progress("download", size if whole is None else min(size, whole), whole, "B", detail))
+            except BaseException as error:
+                failures.append(error)
+                stop()
+                return
 
     thread = threading.Thread(target=report, name="infer-download-progress", daemon=True)
     thread.start()
     try:
         yield
+    except Exception:
+        if not failures:  # else the block failed because it was stopped
+            raise
     finally:
         done.set()
         thread.join()
+    if failures:
+        raise failures[0]
 
 
 def hash_file(path: Path, progress: ProgressCallback | None = None) -> str:

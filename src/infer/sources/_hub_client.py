@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, errors, snapshot_download
 from huggingface_hub.utils.tqdm import tqdm
 
-from infer.errors import ModelError
+from infer.errors import InferError, ModelError
 from infer.plugins.model_cache import CacheEntry, Filled, fetch, list_entries, watch_size
 from infer.plugins.model_files import find_model, select_files
 from infer.plugins.model_source import Progress, ProgressCallback, ResolvedModel
@@ -71,8 +72,8 @@ class HubSource:
             sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
             files = select_files(sizes, reference)
             total = sum(sizes[name] for name in files)
-            commit = str(info.sha)
-            with watch_size((content,), lambda: total, f"{repo}@{commit[:12]}", progress):
+            commit, stopped = str(info.sha), threading.Event()
+            with watch_size((content,), lambda: total, f"{repo}@{commit[:12]}", progress, stopped.set):
                 snapshot_download(
                     repo,
                     revision=commit,
@@ -80,8 +81,10 @@ class HubSource:
                     allow_patterns=[_literal(name) for name in files],
                     token=self._token,
                     endpoint=self._endpoint,
-                    tqdm_class=_SilentBar,
+                    tqdm_class=_silent_bar(stopped),
                 )
+        except (InferError, InterruptedError):
+            raise
         except Exception as error:
             raise _explained(error, reference, repo, revision) from error
         missing = [name for name in files if not (content / name).is_file()]
@@ -94,11 +97,19 @@ class HubSource:
         )
 
 
-class _SilentBar(tqdm):
-    """huggingface_hub draws its own bars on stderr; ours come from `Progress`."""
+def _silent_bar(stopped: threading.Event) -> type[tqdm]:
+    """huggingface_hub draws its own bars on stderr; ours come from `Progress`. The bar is also where it can be stopped."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+    class SilentBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool:
+            if stopped.is_set():
+                raise InterruptedError("the download was stopped")
+            return bool(super().update(n))
+
+    return SilentBar
 
 
 def _literal(name: str) -> str:
@@ -108,8 +119,6 @@ def _literal(name: str) -> str:
 
 def _explained(error: Exception, reference: str, repo: str, revision: str) -> ModelError:
     """What went wrong and what to do, in one line."""
-    if isinstance(error, ModelError):
-        return error
     if isinstance(error, errors.GatedRepoError):
         why = "is gated: accept its terms on its page and set HF_TOKEN to a token of that account"
     elif isinstance(error, errors.RevisionNotFoundError | errors.RevisionResolutionError):

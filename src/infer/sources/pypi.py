@@ -104,7 +104,7 @@ def _download(requirement: str, scratch: Path, reference: str, progress: Progres
             text=True,
             errors="replace",
         ) as pip,
-        watch_size((target, temporary), lambda: announced[-1] if announced else None, requirement, progress),
+        watch_size((target, temporary), lambda: announced[-1] if announced else None, requirement, progress, pip.kill),
     ):
         try:
             for line in pip.stdout or ():

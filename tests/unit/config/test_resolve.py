@@ -263,5 +263,5 @@ def test_a_model_without_attention_has_no_groups() -> None:
 
 def test_plan_in_words() -> None:
     line = format_memory_plan(resolve(EngineConfig(), model(), limits(), footprint()).memory)
-    assert line.startswith("memory: weights 1.0 GiB + KV cache 192 MiB + workspace ")
+    assert line.startswith("weights 1.0 GiB + KV cache 192 MiB + workspace ")
     assert "of 32.0 GiB available" in line and "\n" not in line
