@@ -94,9 +94,12 @@ class KVCacheManager:
         return PrefixHit(hit * self.block_size, tables)
 
     def admit(self, request: Request, hit: PrefixHit, num_tokens: int, *, reserve_tokens: int = 0) -> bool:
-        """Give the request its hit and blocks up to `num_tokens` (or `reserve_tokens`, if larger), or nothing at all."""
-        total = max(num_tokens, reserve_tokens)
-        needed = [self._blocks_for(total) - len(table) for table in hit.tables]
+        """Give the request its hit and blocks up to `num_tokens`, or nothing at all.
+
+        `reserve_tokens` asks full-attention groups for more; a sliding group never holds a whole prompt at once.
+        """
+        totals = [max(num_tokens, reserve_tokens) if group.window is None else num_tokens for group in self.groups]
+        needed = [self._blocks_for(total) - len(table) for total, table in zip(totals, hit.tables, strict=True)]
         for pool, mark, table, count in zip(self.pools, self.watermarks, hit.tables, needed, strict=True):
             if count + pool.num_idle(table) > pool.num_free - mark:
                 return False
@@ -129,7 +132,7 @@ class KVCacheManager:
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether the request's tables already cover `num_tokens` positions (no call to `grow` needed)."""
         tables = request.blocks.tables
-        return not tables or len(tables[0]) * self.block_size >= num_tokens
+        return all(len(table) * self.block_size >= num_tokens for table in tables)
 
     def computed(self, request: Request) -> None:
         """The request's positions up to `num_computed` are computed by the plans handed out so far.
