@@ -1,0 +1,167 @@
+"""From facts and decisions to a runner: chooses the plugins, says what the model will occupy, then loads it.
+
+Every method but `limits` runs on the thread that will execute steps; owns the platform until `build` hands it over.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.config.model import KVLayout, ModelConfig, ModelFootprint
+from infer.config.platform import PlatformLimits
+from infer.config.resolve import ResolvedConfig
+from infer.engine.worker.footprint import measure_footprint
+from infer.engine.worker.input_batch import KVTensors
+from infer.engine.worker.runner import Runner
+from infer.errors import ConfigError, PluginConflictError, UnsupportedModelError
+from infer.plugins.model import BuildContext, CausalLM, ModelSpec
+from infer.plugins.model_source import ProgressCallback
+from infer.plugins.platform import Ops, Platform, PlatformSpec, Probe
+from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
+from infer.plugins.registry import Registry
+from infer.weights.loader import load_weights, parameter_bytes
+from infer.weights.opening import open_checkpoint
+
+ALIGNMENT = 64
+"""Bytes; where KV tensors begin, for the widest vector loads of a CPU."""
+
+
+class WorkerBuilder:
+    """One model on one platform. The order of use is `limits`, `footprint`, `build`."""
+
+    def __init__(self, registry: Registry, model: ModelConfig, platform: str, threads: int | None) -> None:
+        """Choose the plugins. `platform` is a name or "auto". Raises `ConfigError`, `UnsupportedModelError` or `PluginError`."""
+        self._registry = registry
+        self._config = model
+        self._model_spec = choose_model(registry, model.architecture)
+        self._quant_spec = choose_quant_method(registry, model)
+        spec = choose_platform(registry, platform)
+        self._platform: Platform = registry.create("platform", spec.name, threads)
+
+    def limits(self) -> PlatformLimits:
+        """What the platform offers now."""
+        return self._platform.limits()
+
+    def footprint(self, dtype: str, cache_dtype: str) -> ModelFootprint:
+        """What the model will occupy in this compute dtype. Nothing is allocated and no weight file is opened."""
+        tensor_dtype(cache_dtype)
+        if dtype not in self._quant_spec.dtypes:
+            raise ConfigError(
+                f"model.dtype={dtype}: the checkpoint's quantization {self._quant_spec.name!r} computes in "
+                f"{', '.join(self._quant_spec.dtypes)}; choose one of these",
+                fields=("model.dtype",),
+            )
+        return measure_footprint(lambda ops, device: self._create_model(ops, dtype, device), self._config.vocab_size)
+
+    def build(self, resolved: ResolvedConfig, progress: ProgressCallback | None = None) -> Runner:
+        """Load the weights, allocate the KV cache, and run the widest step once."""
+        platform = self._platform
+        model = self._create_model(platform.ops, resolved.dtype, platform.device)
+        checkpoint = open_checkpoint(self._config, self._registry.specs("model"))
+        try:
+            with torch.no_grad():
+                load_weights(model, checkpoint, progress)
+        finally:
+            checkpoint.close()
+        kv = allocate_kv(model.kv_layout(), resolved, platform.device)
+        runner = Runner(model, platform, resolved, kv, self._config.vocab_size, parameter_bytes(model))
+        runner.warm_up()
+        return runner
+
+    def close(self) -> None:
+        """Give the platform back when no runner was built."""
+        self._platform.close()
+
+    def _create_model(self, ops: Ops, dtype: str, device: torch.device) -> CausalLM:
+        quant: QuantMethod = self._registry.create("quant_method", self._quant_spec.name, self._config.quantization)
+        context = BuildContext(ops=ops, dtype=tensor_dtype(dtype), device=device, quant=quant)
+        model: CausalLM = self._registry.create("model", self._model_spec.name, self._config, context)
+        return model
+
+
+def choose_model(registry: Registry, architecture: str) -> ModelSpec:
+    """The plugin of an architecture."""
+    specs = registry.specs("model")
+    for spec in specs:
+        if architecture in spec.architectures:
+            return spec
+    known = sorted({name for spec in specs for name in spec.architectures})
+    raise UnsupportedModelError(
+        f"no model plugin implements {architecture!r}; installed are {', '.join(known) or 'none'}"
+    )
+
+
+def choose_quant_method(registry: Registry, model: ModelConfig) -> QuantMethodSpec:
+    """The one method that answers for the checkpoint's quantization section."""
+    specs = registry.specs("quant_method")
+    found = [s for s in specs if registry.create("quant_method", s.name, model.quantization, field="matches")]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(spec.name for spec in found or specs)
+    if found:
+        raise PluginConflictError(
+            f"several quantization methods answer for {model.path}: {names}; keep one with plugins.block"
+        )
+    raise UnsupportedModelError(
+        f"{model.path} is quantized as {model.quantization!r:.200}, which no quantization plugin handles; "
+        f"installed are {names or 'none'}"
+    )
+
+
+def choose_platform(registry: Registry, name: str) -> PlatformSpec:
+    """The named platform, or for "auto" the available one of highest priority. Refusals give every reason."""
+    if name != "auto":
+        spec = registry.get("platform", name)
+        probe = _probe(registry, spec)
+        if not probe.available:
+            raise ConfigError(f"platform.name={name}: not available here ({probe.reason})", fields=("platform.name",))
+        return spec
+    reasons = []
+    for spec in sorted(registry.specs("platform"), key=lambda spec: -spec.priority):
+        probe = _probe(registry, spec)
+        if probe.available:
+            return spec
+        reasons.append(f"{spec.name}: {probe.reason}")
+    raise ConfigError(
+        f"no platform is available here; {'; '.join(reasons) or 'none is installed'}", fields=("platform.name",)
+    )
+
+
+def _probe(registry: Registry, spec: PlatformSpec) -> Probe:
+    probe: Probe = registry.create("platform", spec.name, field="probe")
+    return probe
+
+
+def allocate_kv(layout: KVLayout, resolved: ResolvedConfig, device: torch.device) -> KVTensors:
+    """Keys and values of each layer, [blocks + the null block, block_size, heads, head size], zero."""
+    cache = resolved.cache
+    dtype = tensor_dtype(cache.dtype)
+    num_blocks = {
+        layer: g.num_blocks for g, group in zip(cache.groups, layout.groups, strict=True) for layer in group.layer_ids
+    }
+    kv: KVTensors = {}
+    for layer in layout.layers:
+        shape = (num_blocks[layer.layer_id] + 1, cache.block_size, layer.num_kv_heads, layer.head_size)
+        kv[layer.layer_id] = (zeros(shape, dtype, device), zeros(shape, dtype, device))
+    return kv
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On CPU the pages come from the operating system when they are first written, so a large cache is free
+    until it is used (torch.zeros would write them all)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).view(shape)
+
+
+def tensor_dtype(name: str) -> torch.dtype:
+    """A dtype by its name in the settings."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype {name!r} is unknown", fields=("model.dtype",))
+    return dtype
