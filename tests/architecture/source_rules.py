@@ -19,6 +19,7 @@ LAZY_PREFIXES = ("infer.cli", "infer.artifacts.exporters")
 """Packages whose functions may import: commands start quickly, exporters need optional packages."""
 LAZY_IMPORTS: dict[str, set[str]] = {
     "infer.testing.tiny_models": {"transformers"},
+    "infer.text.chat_template": {"infer.text.sandbox"},
     "infer.tokenizers": {"tokenizers", "infer.tokenizers", "infer.weights.gguf"},
 }
 """Module or package -> what its functions may import: heavy or optional, needed by some engines only, and not when a

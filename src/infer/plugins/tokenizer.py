@@ -29,13 +29,18 @@ class DecodeStream(Protocol):
         """The text this id completes; "" while a character is incomplete."""
         ...
 
+    def finish(self) -> str:
+        """What is still held back, as the full decode shows it: replacement characters. Called once, at the end."""
+        ...
+
 
 class Tokenizer(Protocol):
     vocab_size: int
     """Number of ids that decode; may be smaller than the model's padded vocabulary."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
+    """One Jinja source, or several by name: "default", and "tool_use" for requests with tools."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """With add_special_tokens, BOS/EOS as the tokenizer's own post-processor adds them; never twice."""
