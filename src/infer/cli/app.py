@@ -1,0 +1,91 @@
+"""The command `infer`: commands, errors in one line, exit codes. Importing it imports no torch and reads no environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.exceptions import Abort, Exit, TyperException
+
+from infer.cli.chat import chat
+from infer.cli.plugins import plugins
+from infer.cli.pull import pull
+from infer.cli.run import run
+from infer.cli.session import Session
+from infer.config.flags import refusal
+from infer.errors import InferError
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+DISTRIBUTION = "infer-engine"
+
+
+def _version(value: bool) -> None:
+    if value:
+        sys.stdout.write(f"infer {importlib.metadata.version(DISTRIBUTION)}\n")
+        raise typer.Exit
+
+
+def _root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback with an error.")] = False,
+) -> None:
+    """An LLM inference engine: run, chat with, fetch and measure models on this machine."""
+    session: Session = ctx.obj
+    session.debug = session.debug or debug or session.environment.debug
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app.callback()(_root)
+    for command in (run, chat, pull, plugins):
+        app.command(command.__name__)(command)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None, session: Session | None = None) -> int:
+    """Run one command and return its exit code. `session` lets tests bring an engine and an environment of their own."""
+    session = session if session is not None else Session()
+    given = list(arguments) if arguments is not None else None
+    try:
+        build_app()(given, prog_name="infer", obj=session, standalone_mode=False)
+        return 0
+    except Exit as stop:
+        return stop.exit_code
+    except (KeyboardInterrupt, Abort):
+        session.err.print("interrupted", style="dim")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except TyperException as error:
+        return _complain(session, _usage(error), error.exit_code or USAGE)
+    except InferError as error:
+        return _complain(session, str(error), FAILURE)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error} (this is a defect of infer; --debug shows where)"
+        return _complain(session, text, FAILURE)
+
+
+def _complain(session: Session, text: str, code: int) -> int:
+    if session.debug:
+        session.err.print(traceback.format_exc().rstrip(), style="dim")
+    session.err.print(f"infer: error: {' '.join(text.split())}", style="red")
+    return code
+
+
+def _usage(error: TyperException) -> str:
+    name = getattr(error, "option_name", None) if type(error).__name__ == "NoSuchOption" else None
+    reason = refusal(name) if isinstance(name, str) else None
+    if reason is not None:
+        return f"{name} is a flag of vLLM that infer does not take: {reason}"
+    context = getattr(error, "ctx", None)
+    hint = f"; see `{context.command_path} --help`" if context is not None else ""
+    return f"{error.format_message()}{hint}"

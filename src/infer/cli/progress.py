@@ -1,0 +1,73 @@
+"""Downloads and loading made visible on stderr: bars on a terminal, else one line per stage.
+
+Called from the worker thread that does the work; owns the rich display while it is entered.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+from infer.cli.session import Session
+from infer.plugins import model_source
+
+
+class ProgressDisplay:
+    """`with ProgressDisplay(session) as report: Engine(config, on_progress=report)`. Leaving it clears the bars."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, str]] = set()
+        self._tasks: dict[str, TaskID] = {}
+        self._bars: Progress | None = None
+        self._open = False
+
+    def __enter__(self) -> Self:
+        self._open = not self._session.quiet
+        if self._open and self._session.err.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TransferSpeedColumn(),
+                TextColumn("{task.fields[detail]}", style="dim"),
+                console=self._session.err,
+                transient=True,
+            )
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._open = False
+            if self._bars is not None:
+                self._bars.stop()
+                self._bars = None
+
+    def __call__(self, report: model_source.Progress) -> None:
+        with self._lock:
+            if not self._open:
+                return
+            if report.unit == "" or self._bars is None:
+                self._line(report)
+            else:
+                self._bar(self._bars, report)
+
+    def _line(self, report: model_source.Progress) -> None:
+        """A fact without a size, once; for bytes without a terminal, the beginning of the stage."""
+        key = (report.stage, report.detail if report.unit == "" else "")
+        if key not in self._seen:
+            self._seen.add(key)
+            self._session.err.print(f"{report.stage}: {report.detail}" if report.detail else report.stage, style="dim")
+
+    def _bar(self, bars: Progress, report: model_source.Progress) -> None:
+        task = self._tasks.get(report.stage)
+        if task is None:
+            task = self._tasks[report.stage] = bars.add_task(report.stage, detail=report.detail)
+        bars.update(task, completed=report.done, total=report.total, detail=report.detail)

@@ -1,0 +1,88 @@
+"""`infer run [MODEL] PROMPT`: one question, one streamed answer, and the speed in the last line."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AsyncExitStack
+from typing import Annotated
+
+import anyio
+import typer
+
+from infer.cli.options import with_model, with_options
+from infer.cli.progress import ProgressDisplay
+from infer.cli.session import Session
+from infer.config.engine import EngineConfig
+from infer.errors import ConfigError, InvalidRequestError
+from infer.types import Completion, Prompt, SamplingParams
+
+DEFAULT_MAX_TOKENS = 1024
+"""The small default model does not always find an end; the last line says when this cut an answer."""
+
+
+@with_options(sampling=True)
+def run(
+    session: Session,
+    *,
+    words: Annotated[list[str], typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - reads standard input.")],
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    system: Annotated[str | None, typer.Option("--system", help="System message for the chat template.")] = None,
+    config: EngineConfig,
+    params: SamplingParams,
+) -> None:
+    """Ask a model one question and stream the answer."""
+    if len(words) > 2:
+        raise ConfigError(f"{len(words)} arguments, but `infer run` takes [MODEL] PROMPT: put the prompt in quotes")
+    config = with_model(config, words[0] if len(words) == 2 else None)
+    prompt = _prompt(words[-1], raw, system)
+    if params.max_tokens is None:
+        params = params.model_copy(update={"max_tokens": max(DEFAULT_MAX_TOKENS, params.min_tokens)})
+    completion = anyio.run(_answer, session, config, prompt, params)
+    session.note(statistics(completion, params))
+
+
+async def _answer(session: Session, config: EngineConfig, prompt: Prompt, params: SamplingParams) -> Completion:
+    async with AsyncExitStack() as stack:
+        with ProgressDisplay(session) as report:
+            engine = await stack.enter_async_context(session.make_engine(config, report))
+        async with engine.stream(prompt, params) as stream:
+            ended = "\n"
+            async for delta in stream:
+                session.write(delta.text)
+                ended = delta.text[-1:] or ended
+        if ended != "\n":
+            session.write("\n")
+        completion: Completion = stream.result
+        return completion
+
+
+def _prompt(text: str, raw: bool, system: str | None) -> Prompt:
+    if text == "-":
+        text = sys.stdin.read()
+    if not text.strip():
+        raise InvalidRequestError("the prompt is empty", parameter="prompt", value=text)
+    if raw:
+        if system is not None:
+            raise ConfigError("--system belongs to the chat template, which --raw leaves out; give one of them")
+        return text
+    turns = [{"role": "system", "content": system}] if system is not None else []
+    return [*turns, {"role": "user", "content": text}]
+
+
+def statistics(completion: Completion, params: SamplingParams) -> str:
+    """Speed, counts and why it ended, in one line."""
+    usage, timings = completion.usage, completion.timings
+    parts = [f"{usage.output_tokens} tokens"]
+    if timings is not None and timings.first_token is not None:
+        decode = timings.total - timings.first_token
+        if usage.output_tokens > 1 and decode > 0:
+            parts.append(f"{(usage.output_tokens - 1) / decode:.1f} tokens/s")
+        parts.append(f"first after {timings.first_token:.2f} s")
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    parts.append(f"{usage.prompt_tokens} prompt tokens{cached}")
+    if completion.finish_reason == "length":
+        parts.append(f"cut at --max-tokens {params.max_tokens} or the context length")
+    elif completion.finish_reason != "stop":
+        parts.append(f"ended by {completion.finish_reason}")
+    parts.append(f"seed {completion.seed}")
+    return "[" + ", ".join(parts) + "]"

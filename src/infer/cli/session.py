@@ -1,0 +1,71 @@
+"""One run of the command line: its consoles, its log level, and how it makes an engine. Owned by `main`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from infer.config.env import Environment, read_environment
+from infer.plugins.model_source import ProgressCallback
+
+if TYPE_CHECKING:
+    from infer.config.engine import EngineConfig
+    from infer.engine.engine import Engine
+
+MakeEngine = Callable[["EngineConfig", ProgressCallback], AbstractAsyncContextManager[Any]]
+
+
+def _real_engine(config: EngineConfig, on_progress: ProgressCallback) -> Engine:
+    from infer.engine.engine import Engine  # noqa: PLC0415  only commands that run a model need it
+
+    return Engine(config, on_progress=on_progress)
+
+
+def _errors() -> Console:
+    return Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(slots=True)
+class Session:
+    """State shared by a command and `main`; tests give their own engine and environment."""
+
+    make_engine: MakeEngine = _real_engine
+    stated_environment: Environment | None = None
+    """None: the process's, read when a command first asks."""
+    err: Console = field(default_factory=_errors)
+    """Everything that is not the answer: progress, notes, errors."""
+    debug: bool = False
+    log_level: str | None = None
+    log_json: bool = False
+    quiet: bool = False
+
+    @property
+    def environment(self) -> Environment:
+        if self.stated_environment is None:
+            self.stated_environment = read_environment()
+        return self.stated_environment
+
+    def write(self, text: str) -> None:
+        """Part of the answer, to stdout at once. On a terminal control characters of the model's are made visible."""
+        if sys.stdout.isatty():
+            text = "".join(
+                c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text
+            )
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """A line for people, unless they asked for quiet."""
+        if not self.quiet:
+            self.err.print(text, style="dim")
+
+    def table(self, table: Table) -> None:
+        """A table to stdout, as wide as it needs to be where nobody looks at it."""
+        console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 1000)
+        console.print(table)
