@@ -5,6 +5,7 @@ Runs in the engine's event loop; owns nothing.
 
 from __future__ import annotations
 
+import itertools
 import random
 import resource
 import statistics
@@ -98,7 +99,7 @@ async def measure_decode(engine: Engine, concurrency: int, workload: Workload, r
         concurrency=concurrency,
         wall=ended - started,
         first_tokens=[times[0] - started for times in arrivals],
-        gaps=[b - a for times in arrivals for a, b in zip(times, times[1:], strict=False)],
+        gaps=[b - a for times in arrivals for a, b in itertools.pairwise(times)],
         decode_rate=decoded / (ended - last_first) if decoded else 0.0,
         output_rate=concurrency * workload.output_len / (ended - started),
     )

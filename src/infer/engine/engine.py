@@ -10,13 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
-from anyio.abc import TaskGroup
 
 from infer.config.engine import EngineConfig
 from infer.config.model import ModelConfig
@@ -89,40 +87,46 @@ class Engine:
         if self._state != "new":
             raise EngineClosedError(f"this engine is {self._state}; make a new one to start again")
         self._state = "starting"
-        async with AsyncExitStack() as stack:
-            stack.callback(self._set_state, "closed")
+        try:
             parts = await self._start(self.config, self._on_progress)
-            stack.push_async_callback(startup.stop, parts)
-            tasks: TaskGroup = await stack.enter_async_context(anyio.create_task_group())
-            stack.callback(tasks.cancel_scope.cancel)
-            tasks.start_soon(parts.loop.run, name="infer engine loop")
-            self._parts = parts
-            limit = parts.scheduler.kv.max_request_tokens()
-            max_len = parts.resolved.scheduler.max_model_len
-            self._admission = Admission(
-                parts.model,
-                parts.resolved.scheduler,
-                parts.tokenizer,
-                parts.template,
-                use_generation_config=self.config.model.use_generation_config,
-                max_model_len=max_len if limit is None else min(max_len, limit),
-            )
-            self._state = "open"
-            self._stack = stack.pop_all()
+        except BaseException:
+            self._state = "closed"
+            raise
+        limit = parts.scheduler.kv.max_request_tokens()
+        max_len = parts.resolved.scheduler.max_model_len
+        self._admission = Admission(
+            parts.model,
+            parts.resolved.scheduler,
+            parts.tokenizer,
+            parts.template,
+            use_generation_config=self.config.model.use_generation_config,
+            max_model_len=max_len if limit is None else min(max_len, limit),
+        )
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(parts.loop.run, name="infer engine loop")
+        self._parts = parts
+        self._state = "open"
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        if self._parts is None:
+            raise EngineClosedError("this engine was never entered")
         self._state = "closing"
+        self._tasks.cancel_scope.cancel()
         try:
-            return await self._stack.__aexit__(kind, error, trace)
+            # The group must see a cancellation; the caller's own exception would come out wrapped in a group.
+            if isinstance(error, anyio.get_cancelled_exc_class()):
+                return await self._tasks.__aexit__(kind, error, trace)
+            await self._tasks.__aexit__(None, None, None)
+            return None
         finally:
+            await startup.stop(self._parts)
             self._parts = None
             self._requests.clear()
-
-    def _set_state(self, state: str) -> None:
-        self._state = state
+            self._state = "closed"
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
