@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from . import source_rules
-from .source_rules import RULES, Rule
+from architecture import source_rules
+from architecture.source_rules import RULES, Rule
 
 SOURCE = Path(__file__).parents[2] / "src"
 PLANTED: dict[str, tuple[str, list[str]]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .installing import BROKEN, HELLO, install, python
+from plugin_package.installing import BROKEN, HELLO, install, python
 
 SURVEY = """
 import json, logging, sys

@@ -124,6 +124,6 @@ def infer_storage_targets() -> list[StorageTargetSpec]:
             api=1,
             factory="infer_hello:LogTarget",
             schemes=("hello-log",),
-            example={"uri": "hello-log:{tmp}/artifacts/a.bin", "options": {"level": "DEBUG"}},
+            example={"uri": "hello-log:{tmp}/artifacts/", "options": {"level": "DEBUG"}},
         )
     ]

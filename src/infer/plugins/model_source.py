@@ -36,7 +36,8 @@ class ModelSourceSpec:
     """Reference prefixes before ":" it answers to, e.g. ("pypi",); "" stands for a bare reference,
     "*" for every URL ("scheme://...") that no other source names."""
     example: dict[str, Any]
-    """{"reference": ...} that names something small, or {} when the kit has nothing to fetch."""
+    """{"reference": ...} that names something small, or {} when the kit has nothing to fetch. "unknown" may name a
+    reference that cannot be found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ class StorageTargetSpec:
     schemes: tuple[str, ...]
     """URL schemes it answers to."""
     example: dict[str, Any]
-    """{"uri": ..., "options": {...}} for the kit."""
+    """{"uri": ..., "options": {...}} for the kit, which appends object names to the uri; "{tmp}" in it stands for a
+    scratch directory."""
 
 
 class StorageTarget(Protocol):

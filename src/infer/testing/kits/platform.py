@@ -1,0 +1,229 @@
+"""Conformance of a platform: an honest probe, limits that make sense, and every operation against its definition.
+
+The definitions are written here once more, row by row in float64, from the documented shapes. On the calling thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe
+from infer.testing.kits import Check, expect, load
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Relative to the largest element: rounding of inputs' dtype, accumulated over the small shapes drawn here."""
+BLOCK_SIZE = 4
+
+
+def checks(spec: PlatformSpec) -> Iterator[Check]:
+    """Only the probe where the platform is not available."""
+    probe: Probe = load(spec, "probe")()
+    yield Check("probe", partial(_probe, probe))
+    if not probe.available:
+        return
+    platform: Platform = load(spec)(**spec.example)
+    yield Check("limits", partial(_limits, spec, platform))
+    yield Check("step_context_restores_what_it_changes", partial(_step_context, platform))
+    for name in platform.limits().dtypes:
+        for body in (_embedding, _linear, _rms_norm, _add_rms_norm, _rotary, _gated, _gather, _write_kv, _attention):
+            yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, platform, getattr(torch, name)))
+
+
+class Draw:
+    """Seeded tensors of one dtype on the platform's device."""
+
+    def __init__(self, platform: Platform, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, platform.device
+        self._generator = torch.Generator().manual_seed(0)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator).to(self.device, self.dtype)
+
+    def close(self, found: Tensor, expected: Tensor, what: str) -> None:
+        """`expected` in float64 on CPU."""
+        expect(tuple(found.shape) == tuple(expected.shape), f"{what}: shape {tuple(found.shape)}")
+        expect(found.dtype == self.dtype, f"{what}: dtype {found.dtype}")
+        if expected.numel():
+            error = ((found.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
+            expect(error <= TOLERANCE[self.dtype], f"{what}: off by {error:.2e} of the largest element")
+
+
+def _run(body: Callable[[Ops, Draw], None], platform: Platform, dtype: torch.dtype) -> None:
+    with platform.step_context():
+        body(platform.ops, Draw(platform, dtype))
+        platform.synchronize()
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double().cpu()
+
+
+def _probe(probe: Probe) -> None:
+    expect(isinstance(probe, Probe), f"the probe returns {type(probe).__name__}, not Probe")
+    expect(probe.available or probe.reason, "not available, and the reason is empty")
+
+
+def _limits(spec: PlatformSpec, platform: Platform) -> None:
+    limits = platform.limits()
+    expect(platform.name == limits.name == spec.name, f"three names: {platform.name}, {limits.name}, {spec.name}")
+    expect(
+        0 < limits.available_memory <= limits.total_memory, f"memory {limits.available_memory}/{limits.total_memory}"
+    )
+    expect(limits.threads >= 1, f"threads={limits.threads}")
+    known = {"bfloat16", "float16", "float32"}
+    expect(limits.dtypes and set(limits.dtypes) <= known, f"dtypes {limits.dtypes}")
+    expect(platform.memory_in_use() > 0, "memory_in_use() is not positive")
+
+
+def _step_context(platform: Platform) -> None:
+    """Also when the step raises."""
+    before = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.random.initial_seed())
+    try:
+        with platform.step_context():
+            expect(not torch.is_grad_enabled(), "gradients are recorded inside a step")
+            raise KeyError("a failed step")
+    except KeyError:
+        pass
+    after = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.random.initial_seed())
+    expect(after == before, f"threads, gradients, default dtype, seed: {before} before a step, {after} after it")
+
+
+def _embedding(ops: Ops, draw: Draw) -> None:
+    weight, ids = draw.floats(11, 6), torch.tensor([10, 0, 3, 3], device=draw.device)
+    draw.close(ops.embedding(ids, weight), _double(weight)[ids.cpu()], "embedding")
+
+
+def _linear(ops: Ops, draw: Draw) -> None:
+    weight, bias = draw.floats(24, 40), draw.floats(24)
+    for rows in (0, 1, 7):
+        x = draw.floats(rows, 40)
+        product = _double(x) @ _double(weight).T
+        draw.close(ops.linear(x, weight, None), product, f"linear of {rows} rows")
+        draw.close(ops.linear(x, weight, bias), product + _double(bias), f"linear of {rows} rows with bias")
+
+
+def _rms_norm(ops: Ops, draw: Draw) -> None:
+    for shape in ((5, 32), (5, 3, 16)):  # also per head
+        x, weight = draw.floats(*shape) * 100, draw.floats(shape[-1])
+        draw.close(ops.rms_norm(x, weight, 1e-5), _normed(_double(x), _double(weight), 1e-5), f"rms_norm of {shape}")
+    tiny = torch.full((1, 8), 1e-4, device=draw.device, dtype=draw.dtype)
+    weight = draw.floats(8)
+    expected = _normed(_double(tiny), _double(weight), 1e-2)
+    draw.close(ops.rms_norm(tiny, weight, 1e-2), expected, "rms_norm where eps rules")
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def _add_rms_norm(ops: Ops, draw: Draw) -> None:
+    if ops.add_rms_norm is None:
+        return
+    x, residual, weight = draw.floats(5, 32), draw.floats(5, 32), draw.floats(32)
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+    draw.close(total, _double(x) + _double(residual), "add_rms_norm: sum")
+    draw.close(normed, _normed(_double(x) + _double(residual), _double(weight), 1e-5), "add_rms_norm: norm")
+
+
+def _rotary(ops: Ops, draw: Draw) -> None:
+    """Partial rotary too: the last D - 2R features pass unchanged."""
+    for half in (4, 3):
+        q, k = draw.floats(5, 4, 8), draw.floats(5, 2, 8)
+        angle = torch.arange(5 * half, device=draw.device).reshape(5, half) / 3
+        cos, sin = angle.cos().to(draw.dtype), angle.sin().to(draw.dtype)
+        for found, x in zip(ops.rotary(q, k, cos, sin), (q, k), strict=True):
+            draw.close(found, _rotated(_double(x), _double(cos), _double(sin)), f"rotary over 2 x {half} of 8")
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out, half = x.clone(), cos.shape[-1]
+    for j in range(half):
+        c, s = cos[:, None, j], sin[:, None, j]
+        out[..., j] = x[..., j] * c - x[..., j + half] * s
+        out[..., j + half] = x[..., j + half] * c + x[..., j] * s
+    return out
+
+
+def _gated(ops: Ops, draw: Draw) -> None:
+    x = draw.floats(5, 24) * 3
+    gate, up = _double(x).chunk(2, dim=-1)
+    draw.close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, "silu_and_mul")
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    draw.close(ops.gelu_tanh_and_mul(x), 0.5 * gate * (1 + inner.tanh()) * up, "gelu_tanh_and_mul")
+
+
+def _gather(ops: Ops, draw: Draw) -> None:
+    x, rows = draw.floats(6, 5), torch.tensor([5, 0, 5], device=draw.device)
+    draw.close(ops.gather_rows(x, rows), _double(x)[rows.cpu()], "gather_rows")
+
+
+def _write_kv(ops: Ops, draw: Draw) -> None:
+    k, v = draw.floats(3, 2, 8), draw.floats(3, 2, 8)
+    caches = [torch.full((4, BLOCK_SIZE, 2, 8), 7.0, device=draw.device, dtype=draw.dtype) for _ in "kv"]
+    ops.write_kv(k, v, caches[0], caches[1], torch.tensor([9, 4, 15], device=draw.device))
+    for found, new in zip(caches, (k, v), strict=True):
+        expected = torch.full((4 * BLOCK_SIZE, 2, 8), 7.0, dtype=torch.float64)
+        expected[[9, 4, 15]] = _double(new)
+        draw.close(found, expected.reshape(4, BLOCK_SIZE, 2, 8), "write_kv")
+
+
+def _attention(ops: Ops, draw: Draw) -> None:
+    """Decode rows and chunks over scattered blocks; what no query may see is NaN."""
+    contexts, queries, heads, kv_heads, size = [9, 4, 7, 13], [1, 1, 7, 5], 4, 2, 8
+    num_blocks, width = 24, 4
+    free = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)).tolist()
+    table = [[free.pop() + 1 if b * BLOCK_SIZE < n else 0 for b in range(width)] for n in contexts]
+    slots = [
+        row[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+        for row, n, count in zip(table, contexts, queries, strict=True)
+        for p in range(n - count, n)
+    ]
+    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    k_cache, v_cache = (torch.full((num_blocks * BLOCK_SIZE, kv_heads, size), torch.nan) for _ in "kv")
+    keys, values = (
+        [draw.floats(n, kv_heads, size) for n in contexts],
+        [draw.floats(n, kv_heads, size) for n in contexts],
+    )
+    for row, n, key, value in zip(table, contexts, keys, values, strict=True):
+        where = [row[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(n)]
+        k_cache[where], v_cache[where] = key.float().cpu(), value.float().cpu()
+    q = draw.floats(sum(queries), heads, size)
+    shape = (num_blocks, BLOCK_SIZE, kv_heads, size)
+    k_cache, v_cache = (cache.reshape(shape).to(draw.device, draw.dtype) for cache in (k_cache, v_cache))
+    for window, softcap in ((None, None), (3, None), (None, 2.0), (5, 2.0)):
+        metadata = AttentionMetadata(
+            query_starts=torch.tensor(starts, dtype=torch.int32, device=draw.device),
+            seq_lens=torch.tensor(contexts, dtype=torch.int32, device=draw.device),
+            block_table=torch.tensor(table, dtype=torch.int32, device=draw.device),
+            slot_mapping=torch.tensor(slots, device=draw.device),
+            query_lens_host=queries,
+            seq_lens_host=contexts,
+            num_decode_rows=2,
+        )
+        found = ops.attention(q, k_cache, v_cache, metadata, 0.3, window, softcap)
+        rows = [_double(q[a:b]) for a, b in itertools.pairwise(starts)]
+        expected = [
+            _attended(row, _double(key), _double(value), 0.3, window, softcap)
+            for row, key, value in zip(rows, keys, values, strict=True)
+        ]
+        draw.close(found, torch.cat(expected), f"attention with window {window} and softcap {softcap}")
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    out = torch.zeros_like(q)
+    for i in range(q.shape[0]):
+        last = k.shape[0] - q.shape[0] + i
+        first = 0 if window is None else max(0, last - window + 1)
+        for head in range(q.shape[1]):
+            group = head // (q.shape[1] // k.shape[1])
+            scores = k[first : last + 1, group] @ q[i, head] * scale
+            if softcap is not None:
+                scores = (scores / softcap).tanh() * softcap
+            out[i, head] = scores.softmax(0) @ v[first : last + 1, group]
+    return out

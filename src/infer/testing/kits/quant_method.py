@@ -1,0 +1,95 @@
+"""Conformance of a weight quantization method: its storage, its product against its own dequantised weight, its facts.
+
+On the calling thread, in plain torch with the reference operations; owns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from infer.plugins.platform import Ops
+from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
+from infer.testing.kits import Check, expect, load
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""Relative to the largest output: rounding of the activations' dtype."""
+
+
+def checks(spec: QuantMethodSpec, ops: Ops) -> Iterator[Check]:
+    """`ops` are a correct platform's, usually the reference's."""
+    yield Check("matches_its_own_section", partial(_matches, spec))
+    yield Check("creates_nothing_on_meta", partial(_meta, spec))
+    for name in spec.dtypes:
+        for body in (_shape, _product, _product_with_bias, _no_rows):
+            yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, spec, ops, getattr(torch, name)))
+
+
+Body = Callable[[QuantMethod, dict[str, Tensor], Tensor, Ops], None]
+
+
+def _run(body: Body, spec: QuantMethodSpec, ops: Ops, dtype: torch.dtype) -> None:
+    out_features, in_features = spec.example["shape"]
+    method: QuantMethod = load(spec)(spec.example["section"])
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        storage = method.create(out_features, in_features, dtype, torch.device("cpu"))
+        for tensor in storage.values():
+            _fill(tensor, generator)
+        storage = method.finalize(storage, ops)
+        body(method, storage, torch.randn(5, in_features, generator=generator).to(dtype), ops)
+
+
+def _fill(tensor: Tensor, generator: torch.Generator) -> None:
+    """Random weights; packed integers take any bits."""
+    if tensor.is_floating_point():
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    else:
+        tensor.copy_(torch.randint(0, 127, tensor.shape, generator=generator))
+
+
+def _matches(spec: QuantMethodSpec) -> None:
+    matches = load(spec, "matches")
+    expect(matches(spec.example["section"]) is True, "matches() is not True for the example's section")
+    stranger = {"quant_method": "no-such-method"}
+    expect(matches(stranger) is False, f"matches({stranger}) is not False")
+
+
+def _meta(spec: QuantMethodSpec) -> None:
+    method: QuantMethod = load(spec)(spec.example["section"])
+    out_features, in_features = spec.example["shape"]
+    storage = method.create(out_features, in_features, torch.float32, torch.device("meta"))
+    expect(storage, "create() returned no tensors")
+    expect(all(tensor.device.type == "meta" for tensor in storage.values()), "create() on meta allocates memory")
+
+
+def _shape(method: QuantMethod, storage: dict[str, Tensor], x: Tensor, ops: Ops) -> None:
+    out = method.apply(storage, x, None, ops)
+    weight = method.dequantize(storage)
+    expect(weight.shape[1] == x.shape[1], f"dequantize() gives {tuple(weight.shape)} for inputs of {x.shape[1]}")
+    expect(tuple(out.shape) == (x.shape[0], weight.shape[0]), f"apply() gives {tuple(out.shape)}")
+    expect(out.dtype == x.dtype, f"apply() of {x.dtype} gives {out.dtype}")
+
+
+def _product(method: QuantMethod, storage: dict[str, Tensor], x: Tensor, ops: Ops) -> None:
+    _compare(method, storage, x, None, ops)
+
+
+def _product_with_bias(method: QuantMethod, storage: dict[str, Tensor], x: Tensor, ops: Ops) -> None:
+    bias = torch.linspace(-3, 3, method.dequantize(storage).shape[0]).to(x.dtype)
+    _compare(method, storage, x, bias, ops)
+
+
+def _no_rows(method: QuantMethod, storage: dict[str, Tensor], x: Tensor, ops: Ops) -> None:
+    out = method.apply(storage, x[:0], None, ops)
+    expect(out.shape[0] == 0, f"apply() of no rows gives {tuple(out.shape)}")
+
+
+def _compare(method: QuantMethod, storage: dict[str, Tensor], x: Tensor, bias: Tensor | None, ops: Ops) -> None:
+    out = method.apply(storage, x, bias, ops).double()
+    expected = x.double() @ method.dequantize(storage).double().T + (0 if bias is None else bias.double())
+    error = ((out - expected).abs().max() / expected.abs().max()).item()
+    expect(error <= TOLERANCE[x.dtype], f"apply() differs from x @ dequantize().T by {error:.2e} of the largest output")

@@ -1,0 +1,141 @@
+"""Every spec that the registry holds, and those of the example plugin, against the kit of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from infer.config.engine import PluginsSection
+from infer.plugins import Ops, QuantMethod, Registry, build_registry
+from infer.plugins.registry import KINDS, Kind
+from infer.testing.kits import Check, model, model_source, platform, quant_method, storage_target, tokenizer
+from infer.testing.tiny_models import make_checkpoint
+
+HELLO = Path(__file__).parents[2] / "examples" / "plugins" / "hello"
+WITHOUT_A_KIT: set[Kind] = {"parser", "kv_connector", "artifact_field"}
+
+
+def names(kind: Kind) -> list[str]:
+    return [spec.name for spec in build_registry(PluginsSection(allow=())).specs(kind)]
+
+
+def run(checks: Iterable[Check]) -> None:
+    failed, count = [], 0
+    for check in checks:
+        count += 1
+        try:
+            check.run()
+        except Exception as error:
+            failed.append(f"{check.name}: {type(error).__name__}: {error}")
+    assert failed == []
+    assert count > 0
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    return build_registry(PluginsSection(allow=()))
+
+
+@pytest.fixture(scope="module")
+def ops(registry: Registry) -> Ops:
+    """The oracle's table."""
+    made: Ops = registry.create("platform", "reference", threads=1).ops
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain(registry: Registry) -> QuantMethod:
+    made: QuantMethod = registry.create("quant_method", "unquantized", None)
+    return made
+
+
+def test_no_built_in_is_left_out(registry: Registry) -> None:
+    assert [entry for entry in registry.entries() if entry.state != "chosen"] == []
+    for kind in ("platform", "model", "quant_method", "tokenizer", "model_source"):
+        assert names(kind), kind
+
+
+def test_every_kind_with_built_ins_has_a_kit(registry: Registry) -> None:
+    assert {kind for kind in KINDS if registry.specs(kind)}.isdisjoint(WITHOUT_A_KIT)
+
+
+@pytest.mark.parametrize("name", names("platform"))
+def test_platform(registry: Registry, name: str) -> None:
+    run(platform.checks(registry.get("platform", name)))
+
+
+@pytest.mark.parametrize("name", names("quant_method"))
+def test_quant_method(registry: Registry, name: str, ops: Ops) -> None:
+    run(quant_method.checks(registry.get("quant_method", name), ops))
+
+
+@pytest.mark.parametrize("name", names("model"))
+def test_model(registry: Registry, name: str, ops: Ops, plain: QuantMethod) -> None:
+    run(model.checks(registry.get("model", name), ops, plain))
+
+
+@pytest.mark.parametrize("name", names("model_source"))
+def test_model_source(registry: Registry, name: str, tmp_path: Path) -> None:
+    reference = unknown = None
+    if name == "local":
+        example = registry.specs("model")[0].example
+        reference, unknown = str(make_checkpoint(example, tmp_path / "tiny")), str(tmp_path / "absent")
+    checks = model_source.checks(
+        registry.get("model_source", name), tmp_path / "cache", reference=reference, unknown=unknown
+    )
+    run(checks)
+
+
+def test_hf_tokenizer(registry: Registry, tmp_path: Path) -> None:
+    """A byte-level tokenizer with a BOS, trained here, as a directory."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(special_tokens=["<s>", "</s>"], vocab_size=400, initial_alphabet=alphabet)
+    backend.train_from_iterator(tokenizer.TEXTS, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    directory = tmp_path / "model"
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    run(tokenizer.checks(registry.get("tokenizer", "hf"), directory))
+
+
+@pytest.mark.model
+def test_gguf_tokenizer(registry: Registry, smollm2_gguf: Path) -> None:
+    run(tokenizer.checks(registry.get("tokenizer", "gguf"), smollm2_gguf))
+
+
+def test_every_tokenizer_is_checked_above() -> None:
+    assert set(names("tokenizer")) == {"gguf", "hf"}
+
+
+def test_example_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(HELLO))
+    import infer_hello
+
+    (target,) = infer_hello.infer_storage_targets()
+    run(storage_target.checks(target, tmp_path))
+    (source,) = infer_hello.infer_model_sources()
+    run(model_source.checks(source, tmp_path / "cache"))
+
+
+def test_the_example_alias_stands_for_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Offline with an empty cache the built-in source refuses, and names the model that the alias stands for."""
+    monkeypatch.syspath_prepend(str(HELLO))
+    import infer_hello
+
+    from infer.config.engine import DEFAULT_MODEL
+    from infer.errors import ModelError
+
+    source = infer_hello.AliasSource(tmp_path, True, None)
+    with pytest.raises(ModelError) as caught:
+        source.resolve("hello:default", lambda report: None)
+    assert DEFAULT_MODEL.removeprefix("pypi:") in str(caught.value)
