@@ -23,8 +23,8 @@ from infer.weights.gguf_dequant import DECODERS, PLAIN_TYPES, dequantize
 
 SKIPPED: Final = (ROPE_FACTORS, "blk.{i}.attn_rot_embd.weight")
 """Tensors that stand for no checkpoint tensor: the config carries the first, the second is a constant of old files."""
-CHUNK_ELEMENTS: Final = 1 << 19
-"""Elements dequantised at once: small enough for the caches."""
+CHUNK_ELEMENTS: Final = 1 << 17
+"""Elements dequantised at once: small enough for the caches and for the allocator to find room again."""
 
 
 class GGUFCheckpoint:

@@ -17,8 +17,8 @@ from infer.weights.checkpoint import TensorInfo
 from infer.weights.file_reading import read_exactly
 from infer.weights.safetensors_header import StoredTensor, read_headers
 
-CHUNK_BYTES: Final = 4 << 20
-"""Read and cast at once when the stored dtype is not the wanted one."""
+CHUNK_BYTES: Final = 256 << 10
+"""Read and cast at once when the stored dtype is not the wanted one. Small: freed blocks of megabytes fragment the heap."""
 DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
