@@ -18,6 +18,7 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 LAZY_PREFIXES = ("infer.cli", "infer.artifacts.exporters")
 """Packages whose functions may import: commands start quickly, exporters need optional packages."""
 LAZY_IMPORTS: dict[str, set[str]] = {
+    "infer.engine.startup": {"infer.engine.worker.builder", "infer.weights.facts"},
     "infer.testing.tiny_models": {"transformers"},
     "infer.text.chat_template": {"infer.text.sandbox"},
     "infer.tokenizers": {"tokenizers", "infer.tokenizers", "infer.weights.gguf"},
@@ -99,7 +100,8 @@ def environment(module: str, source: str) -> list[str]:
 
 def prints(module: str, source: str) -> list[str]:
     """The library never writes to standard output by itself."""
-    return [f"{module}:{line}: print" for line, name in _names(ast.parse(source)) if name == "print"]
+    used = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name) and node.id == "print"]
+    return [f"{module}:{node.lineno}: print" for node in used]
 
 
 def module_state(module: str, source: str) -> list[str]:

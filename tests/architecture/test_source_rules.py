@@ -31,7 +31,7 @@ PLANTED: dict[str, tuple[str, list[str]]] = {
         "import os\nfrom os import environ as e\nHOME = os.getenv('HOME')\n",
         ["infer.planted:2: environ", "infer.planted:3: getenv"],
     ),
-    "prints": ("def f() -> None:\n    print('hello')\n", ["infer.planted:2: print"]),
+    "prints": ("def f() -> None:\n    console.print('x')\n    print('hello')\n", ["infer.planted:3: print"]),
     "module_state": (
         "cache = {}\nLIMITS = {'a': 1}\nseen: list[int] = []\ndef f() -> None:\n    global cache\n",
         [
