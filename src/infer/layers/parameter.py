@@ -13,6 +13,12 @@ from torch import Tensor
 from infer.errors import WeightError
 
 
+ADOPT_BYTES = 32 * 2**20
+"""Tensors of this size are taken over instead of copied. Smaller ones are copied into the slot, which was allocated with
+all others: keeping them would leave holes in the heap (malloc maps only allocations above 32 MiB for sure), and those
+cost more than the copy."""
+
+
 class Parameter:
     """A slot for one weight: knows its shape and dtype from the start, and remembers which rows have been filled."""
 
@@ -28,7 +34,7 @@ class Parameter:
         return tuple(self.data.shape)
 
     def load(self, tensor: Tensor, rows: tuple[int, int] | None = None) -> None:
-        """Fill all rows, or rows[0] .. rows[1]. The tensor is adopted instead of copied where it is the whole slot."""
+        """Fill all rows, or rows[0] .. rows[1]. A large tensor that is the whole slot is adopted."""
         start, stop = rows if rows is not None else (0, self.shape[0])
         expected = (stop - start, *self.shape[1:])
         if tuple(tensor.shape) != expected:
@@ -38,7 +44,8 @@ class Parameter:
                 raise WeightError(f"rows {start}..{stop} overlap rows {first}..{last}, which were filled before")
         self._filled.append((start, stop))
         same_kind = tensor.dtype == self.data.dtype and tensor.device == self.data.device
-        if expected == self.shape and same_kind and tensor.is_contiguous():
+        large = tensor.numel() * tensor.element_size() >= ADOPT_BYTES
+        if large and expected == self.shape and same_kind and tensor.is_contiguous():
             self.data = tensor
         else:
             with torch.no_grad():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infer.backends.reference.platform import OPS
 from infer.errors import WeightError
+from infer.layers.parameter import named_layers, named_parameters
 from infer.models import llama
 from infer.plugins.model_source import Progress
 from infer.quantization.unquantized import UnquantizedMethod
@@ -56,18 +57,17 @@ def test_a_safetensors_directory_runs_like_its_model(directory: Path) -> None:
 
 @pytest.mark.row("LOAD-SAFETENSORS", "every checkpoint tensor is used exactly once or named as skipped")
 def test_every_tensor_is_read_once(directory: Path) -> None:
-    class Recording(DictCheckpoint):
-        reads: list[str] = []
+    reads: list[str] = []
 
+    class Recording(DictCheckpoint):
         def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
-            self.reads.append(name)
+            reads.append(name)
             return super().read(name, dtype)
 
     stored = load_file(directory / "model.safetensors") | {"lm_head.weight": torch.zeros(96, 32)}
-    checkpoint = Recording(stored)
     model = empty()
-    load_weights(model, checkpoint)
-    assert sorted(checkpoint.reads) == sorted(stored.keys() - {"lm_head.weight"})
+    load_weights(model, Recording(stored))
+    assert sorted(reads) == sorted(stored.keys() - {"lm_head.weight"})
     assert model.weight_table().ignored >= {"lm_head.weight"}
 
 
@@ -107,8 +107,8 @@ def test_layers_are_finalized_as_soon_as_they_are_full(directory: Path) -> None:
             return {"weight": storage["weight"].clone()}
 
     load_weights(empty(Packing()), SafetensorsCheckpoint(directory), lambda report: events.append(report.detail))
-    qkv = [i for i, event in enumerate(events) if ".0.self_attn.v_proj" in event][0]
-    assert events[qkv - 1] == "pack"
+    last_shard = next(i for i, event in enumerate(events) if ".0.self_attn.v_proj" in event)
+    assert events[last_shard - 1] == "pack"
     assert events.count("pack") == 8
 
 
@@ -132,7 +132,7 @@ def test_a_tensor_that_lies_about_its_shape_is_named(directory: Path) -> None:
         def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
             return super().read(name, dtype)[..., :-1]
 
-    with pytest.raises(WeightError, match="tensor 'model.embed_tokens.weight': shape") as caught:
+    with pytest.raises(WeightError, match=r"tensor 'model\.embed_tokens\.weight': shape") as caught:
         load_weights(empty(), Lying(load_file(directory / "model.safetensors")))
     assert caught.value.tensor == "model.embed_tokens.weight"
 
@@ -144,7 +144,7 @@ def test_planned_bytes_are_the_loaded_bytes(directory: Path, dtype: torch.dtype)
     load_weights(model, SafetensorsCheckpoint(directory))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for _, layer in __import__("infer.layers.parameter", fromlist=["named_layers"]).named_layers(model)
+        for _, layer in named_layers(model)
         for tensor in layer.tensors()
     }
     assert planned == parameter_bytes(model) == sum(storages.values())
@@ -188,11 +188,10 @@ def test_peak_memory(tmp_path: Path) -> None:
         "vocab_size": 8192,
     }
     planned = empty(config=config, device="meta")
-    table, shard_of = planned.weight_table(), {}
-    from infer.layers.parameter import named_parameters
-
-    parameters, shards = named_parameters(planned), {}
-    for i, (name, target) in enumerate(table.targets.items()):
+    parameters = named_parameters(planned)
+    shards: dict[str, dict[str, Tensor]] = {}
+    shard_of: dict[str, str] = {}
+    for i, (name, target) in enumerate(planned.weight_table().targets.items()):
         shape = list(parameters[target.path].shape)
         if target.rows is not None:
             shape[0] = target.rows[1] - target.rows[0]

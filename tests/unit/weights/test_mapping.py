@@ -60,7 +60,7 @@ def test_wrong_shape_names_both() -> None:
 
 def test_a_name_is_mapped_once() -> None:
     made = table()
-    with pytest.raises(WeightError, match="'q' is mapped twice: to qkv.weight and norm.weight"):
+    with pytest.raises(WeightError, match=r"'q' is mapped twice: to qkv\.weight and norm\.weight"):
         made.add("q", "norm.weight")
 
 
