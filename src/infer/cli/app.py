@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None, session: Session | None = None)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     except TyperException as error:
+        if not error.format_message():  # no command was given, and the help is printed already
+            return USAGE
         return _complain(session, _usage(error), error.exit_code or USAGE)
     except InferError as error:
         return _complain(session, str(error), FAILURE)

@@ -12,6 +12,7 @@ from typing import Self
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from infer.cli.session import Session
+from infer.config.units import format_bytes
 from infer.plugins import model_source
 
 
@@ -21,7 +22,7 @@ class ProgressDisplay:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = threading.Lock()
-        self._seen: set[tuple[str, str]] = set()
+        self._seen: set[str] = set()
         self._tasks: dict[str, TaskID] = {}
         self._bars: Progress | None = None
         self._open = False
@@ -60,11 +61,19 @@ class ProgressDisplay:
                 self._bar(self._bars, report)
 
     def _line(self, report: model_source.Progress) -> None:
-        """A fact without a size, once; for bytes without a terminal, the beginning of the stage."""
-        key = (report.stage, report.detail if report.unit == "" else "")
+        """A fact without a size, once; for bytes without a terminal, the beginning of a stage."""
+        if report.unit == "":
+            text = report.detail or report.stage
+        elif report.stage == "load":  # its details are tensor names
+            text = f"load: {format_bytes(report.total)}" if report.total else "load"
+        elif report.stage == "verify":  # quick, and its result is a fact of its own
+            return
+        else:
+            text = f"{report.stage}: {report.detail}"
+        key = text if report.unit == "" else report.stage
         if key not in self._seen:
             self._seen.add(key)
-            self._session.err.print(f"{report.stage}: {report.detail}" if report.detail else report.stage, style="dim")
+            self._session.err.print(text, style="dim")
 
     def _bar(self, bars: Progress, report: model_source.Progress) -> None:
         task = self._tasks.get(report.stage)
