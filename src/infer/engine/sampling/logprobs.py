@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.engine.sampling.ranking import largest
+from infer.engine.sampling.ranking import best_ids
 from infer.engine.step import PositionLogprobs
 
 
@@ -27,12 +27,12 @@ def position_logprobs(
     most = min(max(top, default=0), logits.shape[-1])
     if most == 0:
         return [PositionLogprobs(*entry) for entry in zip(chosen, chosen_values, ranks, strict=True)]
-    _, best_ids = largest(logits, most)
-    best = values.gather(-1, best_ids).tolist()
+    top_ids = best_ids(logits, most)
+    top_values = values.gather(-1, top_ids).tolist()
     return [
         PositionLogprobs(token_id, value, rank, _pairs(row_ids[:k], row_values[:k]))
         for token_id, value, rank, row_ids, row_values, k in zip(
-            chosen, chosen_values, ranks, best_ids.tolist(), best, top, strict=True
+            chosen, chosen_values, ranks, top_ids.tolist(), top_values, top, strict=True
         )
     ]
 

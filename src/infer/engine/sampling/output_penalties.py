@@ -10,9 +10,11 @@ from infer.engine.sampling.row import SamplingRow
 
 
 def apply(logits: Tensor, index: Sequence[int], rows: Sequence[SamplingRow]) -> None:
-    """In place on rows `index` of float32 [M, V]: minus count * frequency, then minus presence for every id in the output."""
+    """In place on rows `index` of float32 [M, V]: minus count * frequency, minus presence for every id in the output."""
     for i in index:
-        row = rows[i]
-        if row.output_counts is not None:
-            logits[i] -= row.output_counts * row.spec.frequency_penalty
-            logits[i] -= (row.output_counts > 0) * row.spec.presence_penalty
+        sampled = rows[i].counts
+        if sampled is not None:
+            spec = rows[i].spec
+            frequency = sampled.counts * spec.frequency_penalty
+            presence = (sampled.counts > 0) * spec.presence_penalty
+            logits[i, sampled.ids] = logits[i, sampled.ids] - frequency - presence

@@ -1,34 +1,61 @@
-"""Best values of a row, equal values in token-id order. Runs in the worker thread; owns nothing."""
+"""Best values of a row; equal values count in token-id order. Runs in the worker thread; owns nothing.
+
+Every result depends on its own row alone, never on what it is batched with.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+SORT_FROM = 256
+"""On CPU, NumPy's vector sort of a whole row is no slower than a top-k of this many."""
 
-def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """(values [M, V], k <= V) -> the k largest of each row and their ids, both [M, k]; best first, ties by lowest id.
 
-    `torch.topk` leaves the order of equal values open, and which of them it keeps at the border; both are decided
-    here, so that the answer depends on the row alone.
+def argmax(values: Tensor) -> list[int]:
+    """(values [M, V]) -> the id of the best value of each row; of equal ones the lowest."""
+    if values.device.type == "cpu":  # ten times as fast as torch's
+        ids: list[int] = values.numpy().argmax(axis=-1).tolist()
+        return ids
+    return values.argmax(dim=-1).tolist()
+
+
+def best_values(values: Tensor, k: int) -> Tensor:
+    """(values [M, V], k <= V) -> the k largest of each row, best first."""
+    if k < min(SORT_FROM, values.shape[-1]):
+        return values.topk(k, dim=-1).values
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)[:, :k]
+    return values.sort(dim=-1, descending=True).values[:, :k]
+
+
+def best_ids(values: Tensor, k: int) -> Tensor:
+    """(values [M, V], k <= V) -> ids [M, k] of the k largest of each row, best first, of equal ones the lowest first.
+
+    `torch.topk` leaves open the order of equal values, and which of them it keeps at the border.
     """
-    width = values.shape[-1]
-    if k >= width:
-        best, ids = values.sort(dim=-1, descending=True, stable=True)
-        return best[:, :k], ids[:, :k]
+    if k >= values.shape[-1]:
+        return values.sort(dim=-1, descending=True, stable=True).indices
     best, ids = values.topk(k + 1, dim=-1)
-    tied = (best[:, k - 1] == best[:, k]).nonzero().flatten()
+    tied = ((best[:, k - 1] == best[:, k]) & (best[:, k] > float("-inf"))).nonzero().flatten()
     ids, by_id = ids[:, :k].sort(dim=-1)
-    best, by_value = best[:, :k].gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    by_value = best[:, :k].gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices
     ids = ids.gather(-1, by_value)
     if len(tied):
-        whole, order = values[tied].sort(dim=-1, descending=True, stable=True)
-        best[tied], ids[tied] = whole[:, :k], order[:, :k]
-    return best, ids
+        ids[tied] = values[tied].sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return ids
 
 
-def keep_only(logits: Tensor, kept_ids: Tensor, kept: Tensor) -> None:
-    """In place: of each row of logits [M, V] only the ids in kept_ids [M, k] where kept [M, k] is true stay finite."""
-    mask = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    mask.scatter_(-1, kept_ids, kept)
-    logits.masked_fill_(~mask, float("-inf"))
+def keep_best(logits: Tensor, scores: Tensor, thresholds: Tensor, counts: Tensor) -> None:
+    """In place: of each row of logits [M, V] the `counts` [M] ids with the best scores [M, V] stay, the rest become -inf.
+
+    `thresholds` [M] holds the score of the last one kept. Of equal scores at the border the lowest ids stay.
+    """
+    kept = scores >= thresholds[:, None]
+    surplus = (kept.sum(dim=-1) > counts) & (thresholds > float("-inf"))
+    for row in surplus.nonzero().flatten().tolist():
+        equal = scores[row] == thresholds[row]
+        room = counts[row] - (scores[row] > thresholds[row]).sum()
+        kept[row] &= ~equal | (equal.cumsum(dim=-1) <= room)
+    logits.masked_fill_(kept.logical_not_(), float("-inf"))

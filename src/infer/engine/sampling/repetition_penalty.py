@@ -13,9 +13,8 @@ from infer.engine.sampling.row import SamplingRow
 def apply(logits: Tensor, index: Sequence[int], rows: Sequence[SamplingRow]) -> None:
     """In place on rows `index` of float32 [M, V]: positive logits are divided by the penalty, others multiplied."""
     for i in index:
-        row = rows[i]
-        if row.seen is not None:
-            penalty = row.spec.repetition_penalty
-            values = logits[i]
-            penalised = torch.where(values > 0, values / penalty, values * penalty)
-            logits[i] = torch.where(row.seen, penalised, values)
+        seen = rows[i].counts
+        if seen is not None:
+            penalty = rows[i].spec.repetition_penalty
+            values = logits[i, seen.ids]
+            logits[i, seen.ids] = torch.where(values > 0, values / penalty, values * penalty)

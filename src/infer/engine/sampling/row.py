@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from infer.engine.sampling.token_counts import TokenCounts
 from infer.engine.step import SamplingSpec
 from infer.errors import InvalidRequestError
 
@@ -55,19 +55,16 @@ class SamplingRow:
     bias_ids: Tensor | None = None
     bias_values: Tensor | None = None
     masked_until_min: Tensor | None = None
-    output_counts: Tensor | None = None
-    """[V] int32: how often each id was sampled so far. Only for rows with a penalty."""
-    seen: Tensor | None = None
-    """[V] bool: ids of the prompt and the output so far. Only for rows with a penalty."""
+    counts: TokenCounts | None = None
+    """Only for rows with a penalty."""
     tail: list[int] = field(default_factory=list)
     """The last ids of prompt and output, as many as the longest bad word can match."""
     tail_len: int = 0
 
     def accept(self, token_id: int) -> None:
         """Take a sampled id into counts and tail."""
-        if self.output_counts is not None and self.seen is not None:
-            self.output_counts[token_id] += 1
-            self.seen[token_id] = True
+        if self.counts is not None:
+            self.counts.add(token_id)
         if self.tail_len:
             self.tail.append(token_id)
             del self.tail[: -self.tail_len]
@@ -95,10 +92,7 @@ def make_row(
     row.tail_len = max((len(word) - 1 for word in spec.bad_words), default=0)
     row.tail = list(token_ids[-row.tail_len :]) if row.tail_len else []
     if features & Feature.NEEDS_COUNTS:
-        outputs = np.bincount(np.asarray(token_ids[prompt_len:], dtype=np.int64), minlength=vocab_size)
-        row.output_counts = torch.from_numpy(outputs).to(device=device, dtype=torch.int32)
-        row.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        row.seen[torch.tensor(list(token_ids), dtype=torch.int64, device=device)] = True
+        row.counts = TokenCounts(token_ids, prompt_len, device)
     return row
 
 

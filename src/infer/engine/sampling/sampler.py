@@ -5,6 +5,7 @@ Runs in the worker thread; owns nothing. A row that cannot be sampled fails alon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ from infer.engine.sampling import (
 )
 from infer.engine.sampling.draw import draw
 from infer.engine.sampling.logprobs import position_logprobs
+from infer.engine.sampling.ranking import argmax
 from infer.engine.sampling.row import Feature, SamplingRow
 from infer.engine.step import PositionLogprobs
 
@@ -44,10 +46,10 @@ ORDER: tuple[tuple[Feature, Transform], ...] = (
 )
 """The order of `SamplingParams`, written once."""
 
-CHUNK_ELEMENTS = 2**20
+CHUNK_ELEMENTS = 2**19
 """Logits processed at a time: bounds the sampler's memory whatever the batch."""
-BYTES_PER_ELEMENT = 40
-"""Of processing, at its widest: a full sort in top-p (values, ids, sums in double, masks)."""
+BYTES_PER_ELEMENT = 26
+"""Of processing at its widest (a copy, its probabilities, partial sums in double or a sorted copy, masks); measured."""
 NO_TOKEN = -1
 
 
@@ -72,8 +74,9 @@ def workspace_bytes(vocab_size: int) -> int:
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
     """(raw float32 [M, V], a row each or None when every row is plain greedy) -> ids. `logits` stay as they are."""
-    best, ids = logits.max(dim=-1)
-    result = Sampled(ids.tolist())
+    best = logits.amax(dim=-1)
+    plain = rows is None or any(not row.features & Feature.PROCESSED for row in rows)
+    result = Sampled(argmax(logits) if plain else [NO_TOKEN] * len(logits))
     healthy = torch.isfinite(best)
     if not bool(healthy.all()):
         for i in (~healthy).nonzero().flatten().tolist():
@@ -117,11 +120,12 @@ def _process_and_draw(logits: Tensor, index: list[int], rows: Sequence[SamplingR
     chosen_rows = [rows[i] for i in index]
     processed = logits[index]
     process(processed, chosen_rows)
-    best, greedy_ids = processed.max(dim=-1)
-    tokens = greedy_ids.tolist()
-    random = [k for k, row in enumerate(chosen_rows) if row.features & Feature.RANDOM]
-    dead = {k for k, value in enumerate(best.tolist()) if value == float("-inf") or value != value}
-    random = [k for k in random if k not in dead]
+    best = processed.amax(dim=-1).tolist()
+    dead = [k for k, value in enumerate(best) if not math.isfinite(value)]
+    for k in dead:
+        _fail(result, index[k], _diagnose_processed(best[k]))
+    random = [k for k, row in enumerate(chosen_rows) if row.features & Feature.RANDOM and k not in dead]
+    tokens = argmax(processed) if len(random) < len(index) else [NO_TOKEN] * len(index)
     if random:
         whole = len(random) == len(index)
         drawn = draw(processed if whole else processed[random], [chosen_rows[k] for k in random])
@@ -132,9 +136,7 @@ def _process_and_draw(logits: Tensor, index: list[int], rows: Sequence[SamplingR
     for k, entry in zip(reported, entries, strict=True):
         result.logprobs[index[k]] = entry
     for k, token_id in enumerate(tokens):
-        if k in dead:
-            _fail(result, index[k], "no token is left to sample after allowed_token_ids, bad_words and min_tokens")
-        else:
+        if k not in dead:
             result.token_ids[index[k]] = token_id
 
 
@@ -169,3 +171,9 @@ def _diagnose(best: float) -> str:
     if best != best:
         return "logits hold NaN"
     return "logits hold +inf" if best > 0 else "all logits are -inf"
+
+
+def _diagnose_processed(best: float) -> str:
+    if best == -math.inf:
+        return "no token is left to sample after allowed_token_ids, bad_words and min_tokens"
+    return f"the processed logits hold {best}: penalties, bias and temperature together overflow"

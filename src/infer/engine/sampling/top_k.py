@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.engine.sampling.ranking import keep_only, largest
+from infer.engine.sampling.ranking import best_values, keep_best
 from infer.engine.sampling.row import SamplingRow
 
 
@@ -18,9 +18,9 @@ def apply(logits: Tensor, index: Sequence[int], rows: Sequence[SamplingRow]) -> 
     index = [i for i in index if rows[i].spec.top_k < width]
     if not index:
         return
-    counts = torch.tensor([rows[i].spec.top_k for i in index], dtype=torch.int64, device=logits.device)
     chosen = logits[index]
-    most = int(max(rows[i].spec.top_k for i in index))
-    _, ids = largest(chosen, most)
-    keep_only(chosen, ids, torch.arange(most, device=logits.device)[None, :] < counts[:, None])
+    sizes = [rows[i].spec.top_k for i in index]
+    counts = torch.tensor(sizes, dtype=torch.int64, device=logits.device)
+    thresholds = best_values(chosen, max(sizes)).gather(-1, counts[:, None] - 1)[:, 0]
+    keep_best(chosen, chosen, thresholds, counts)
     logits[index] = chosen

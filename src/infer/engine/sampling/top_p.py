@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.engine.sampling.ranking import keep_only, largest
+from infer.engine.sampling.ranking import best_values, keep_best
 from infer.engine.sampling.row import SamplingRow
 
-CANDIDATES = 256
-"""Tokens tried before the whole vocabulary is sorted: a peaked distribution reaches p well within."""
+PREFIX = 1024
+"""Best tokens summed at first; only a flat distribution needs more to reach p."""
 
 
 def apply(logits: Tensor, index: Sequence[int], rows: Sequence[SamplingRow]) -> None:
@@ -20,20 +20,20 @@ def apply(logits: Tensor, index: Sequence[int], rows: Sequence[SamplingRow]) -> 
     chosen = logits[list(index)]
     limits = torch.tensor([rows[i].spec.top_p for i in index], dtype=torch.float64, device=logits.device)
     probabilities = torch.softmax(chosen, dim=-1)
-    open_rows = torch.arange(len(index), device=logits.device)
-    for width in (CANDIDATES, logits.shape[-1]):
-        some = probabilities[open_rows]
-        best, ids = largest(some, min(width, logits.shape[-1]))
-        sums = best.cumsum(dim=-1, dtype=torch.float64)
-        kept = (sums - best) < limits[open_rows, None]
-        kept[:, 0] = True
-        done = ~kept[:, -1] if width < logits.shape[-1] else torch.ones_like(kept[:, -1])
-        ready = done.nonzero().flatten()
-        if len(ready):
-            part = chosen[open_rows[ready]]
-            keep_only(part, ids[ready], kept[ready])
-            chosen[open_rows[ready]] = part
-        open_rows = open_rows[~done]
-        if not len(open_rows):
-            break
+    thresholds, counts = nucleus(probabilities, limits)
+    keep_best(chosen, probabilities, thresholds, counts)
     logits[list(index)] = chosen
+
+
+def nucleus(probabilities: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """(probabilities [M, V], limits [M] double) -> the probability of the last token kept, and how many are kept."""
+    ordered = best_values(probabilities, probabilities.shape[-1])
+    counts = _count(ordered[:, :PREFIX], limits)
+    for row in (counts == PREFIX).nonzero().flatten().tolist():
+        counts[row] = _count(ordered[row : row + 1], limits[row : row + 1])[0]
+    return ordered.gather(-1, counts[:, None] - 1)[:, 0], counts
+
+
+def _count(ordered: Tensor, limits: Tensor) -> Tensor:
+    before = ordered.cumsum(dim=-1, dtype=torch.float64).sub_(ordered)
+    return (before < limits[:, None]).sum(dim=-1).clamp_(min=1)
