@@ -1,0 +1,158 @@
+"""Builds docs/api.md from the source: every public name with its signature, fields and the first words of its docstring.
+Runs by hand (`make docs`); a test calls `render` and compares, so no signature changes unseen. Owns docs/api.md."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import infer
+import infer.plugins
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "api.md"
+KITS = ROOT / "src" / "infer" / "testing" / "kits"
+INTRODUCTION = """\
+# Public names
+
+Built by `make docs` from the source; never edited by hand. These names are promises: everything in `infer`, `infer.plugins` and
+`infer.testing.kits`. Whatever is not listed here may change without notice. `infer.__version__` is the installed version.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    page = [INTRODUCTION, "## infer", ""]
+    names = [name for name in infer.__all__ if name != "__version__"]
+    for name in names:
+        if not name.endswith("Error"):
+            page += entry(infer._home(name), name)
+    page += ["### Errors", "", "| error | is a | meaning |", "| --- | --- | --- |"]
+    page += [error_row(infer._home(name), name) for name in names if name.endswith("Error")]
+    page += ["", "## infer.plugins", ""]
+    for module, homes in infer.plugins._HOMES.items():
+        for name in homes:
+            page += entry(f"infer.plugins.{module}", name)
+    page += ["## infer.testing.kits", ""]
+    page += ["Checks that a correct plugin passes, as `Check(name, run)`.", "", "| kit | promise |", "| --- | --- |"]
+    for path in sorted(KITS.glob("*.py")):
+        if path.stem != "__init__":
+            checks = definition(f"infer.testing.kits.{path.stem}", "checks")
+            page.append(f"| {code(f'{path.stem}.{head(checks)}')} | {module_summary(path)} |")
+    return "\n".join(page) + "\n"
+
+
+def entry(module: str, name: str) -> list[str]:
+    """A heading, the docstring and a table of fields and methods."""
+    node = definition(module, name)
+    if isinstance(node, ast.Assign):
+        return [f"### {name}", "", code(f"{name} = {ast.unparse(node.value)}"), ""]
+    title = code(head(node)) if not isinstance(node, ast.ClassDef) else f"`{module}`"
+    lines = [f"### {name}", "", f"{title}: {summary(node)}".rstrip(": "), ""]
+    rows = list(members(node)) if isinstance(node, ast.ClassDef) else []
+    if rows:
+        lines += ["| member | meaning |", "| --- | --- |", *rows, ""]
+    return lines
+
+
+def error_row(module: str, name: str) -> str:
+    node = definition(module, name)
+    base = ast.unparse(node.bases[0]) if isinstance(node, ast.ClassDef) else ""
+    return f"| {code(name)} | {code(base)} | {summary(node)} |"
+
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign
+
+
+def definition(module: str, name: str) -> Definition:
+    """The statement that defines a name at the top of a module."""
+    path = ROOT / "src" / module.replace(".", "/")
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text("utf-8")
+    for node in ast.parse(source).body:
+        named = getattr(node, "name", None)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named = node.targets[0].id
+        if named == name and isinstance(node, Definition):
+            return node
+    raise LookupError(f"{module} does not define {name}")
+
+
+def members(node: ast.ClassDef) -> Iterator[str]:
+    """Fields in order, then methods; a string after a field is its meaning."""
+    for item, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not hidden(item.target.id):
+            said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            yield f"| {code(ast.unparse(item))} | {flat(str(said))} |"
+    for item in node.body:
+        if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        overload = any(ast.unparse(decorator) == "overload" for decorator in item.decorator_list)
+        if not overload and (item.name == "__init__" or not hidden(item.name)):
+            yield f"| {code(head(item, node.name))} | {summary(item)} |"
+
+
+def head(node: Definition, owner: str = "") -> str:
+    """A signature as a caller writes it, without self and without private parameters."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        raise TypeError(f"{ast.unparse(node)} is not a function")
+    given, decorators = node.args, [ast.unparse(decorator) for decorator in node.decorator_list]
+    result = f" -> {ast.unparse(node.returns)}" if node.returns is not None and node.name != "__init__" else ""
+    if "property" in decorators:
+        return f"{node.name}{result}"
+    positional = given.args[1:] if given.args and given.args[0].arg in ("self", "cls") else given.args
+    keywords = [(a, d) for a, d in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not hidden(a.arg)]
+    shown = ast.arguments(
+        posonlyargs=[],
+        args=positional,
+        vararg=given.vararg,
+        kwonlyargs=[a for a, _ in keywords],
+        kw_defaults=[d for _, d in keywords],
+        kwarg=given.kwarg,
+        defaults=given.defaults,
+    )
+    name = owner if node.name == "__init__" else node.name
+    prefix = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
+    return f"{prefix}{name}({ast.unparse(shown)}){result}"
+
+
+def hidden(name: str) -> bool:
+    return name.startswith("_")
+
+
+def summary(node: Definition) -> str:
+    """The first paragraph of the docstring in one line."""
+    text = "" if isinstance(node, ast.Assign) else ast.get_docstring(node) or ""
+    return flat(text.split("\n\n")[0])
+
+
+def module_summary(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return flat(text.split("\n\n")[0])
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def code(text: str) -> str:
+    return f"`{flat(text)}`"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail when the page is not what would be written")
+    page = render()
+    if not parser.parse_args(arguments).check:
+        PAGE.write_text(page, "utf-8")
+        return 0
+    if not PAGE.is_file() or PAGE.read_text("utf-8") != page:
+        print("docs/api.md is not what the source says; run `make docs` and commit it")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
