@@ -318,8 +318,8 @@ class Engine:
             requests = self._make_requests(name, admitted, outbox, priority, cache_salt, limit)
             self._requests[name] = requests
             stream.attach(requests, admitted, parts.tokenizer, outbox)
-            for request in requests:
-                parts.mailbox.post_request(request)
+            requests[0].siblings = tuple(requests[1:])
+            parts.mailbox.post_request(requests[0])
 
         return Stream(submit, self._end_request, self._forget_request, self._clock)
 

@@ -68,7 +68,8 @@ class EngineLoop:
         for request in mailbox.arrivals:
             scheduler.add(request)
             if request.deadline is not None:
-                heappush(self._deadlines, (request.deadline, request.arrival, request))
+                for choice in (request, *request.siblings):
+                    heappush(self._deadlines, (request.deadline, choice.arrival, choice))
         mailbox.arrivals.clear()
         for request, reason, stop_reason in mailbox.ends:
             scheduler.finish(request, reason, stop_reason)

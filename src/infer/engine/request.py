@@ -52,6 +52,7 @@ class Request:
         "prompt_len",
         "request_id",
         "sampling",
+        "siblings",
         "slot",
         "sort_key",
         "started_step",
@@ -102,6 +103,8 @@ class Request:
         self.num_prompt_logprobs = 0
         self.started_step = -1
         self.first_scheduled_at: float | None = None
+        self.siblings: tuple[Request, ...] = ()
+        """The other choices of the same prompt, to be started when this one has computed it."""
         self.blocks = RequestBlocks()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

@@ -68,6 +68,11 @@ class StepPlan(msgspec.Struct):
     """(slot, KV group, block ids appended to its table). Admissions bring their own."""
     freed_slots: list[int]
     """Slots whose rows are void from this step on; a slot may be freed and admitted in one plan."""
+    forks: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """(row, slot): the slot, admitted in this plan, draws its first token from that row's logits (n > 1: the prompt is
+    computed once). The result's lists continue with the forks, in this order."""
+    copies: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
+    """(KV group, source block, destination block), copied after the forward pass: the last prompt block of a fork."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +89,7 @@ class PositionLogprobs(msgspec.Struct):
 
 
 class StepResult(msgspec.Struct):
-    """What came of a plan, row by row, in the plan's order."""
+    """What came of a plan: its rows in order, then its forks."""
 
     step_id: int
     token_ids: list[list[int]]

@@ -74,7 +74,11 @@ class FakeWorker:
             raise failure
         if self.check:
             self._write_all(plan)
-        return self._sample_all(plan)
+        result = self._sample_all(plan)
+        for group, source, destination in plan.copies:
+            for offset in range(self.block_size):
+                self._kv[group, destination, offset] = self._kv.get((group, source, offset), b"")
+        return result
 
     def close(self) -> None:
         self.closed = True
@@ -114,6 +118,13 @@ class FakeWorker:
                 if self._kv.get(self._where(row, index, position)) != digest[position]:
                     raise PlanViolation(f"slot {slot}, group {group.name}: position {position} holds other content")
 
+    def _check_fork(self, plan: StepPlan, fork: _Row, parent_row: int) -> None:
+        parent = self._rows[plan.slots[parent_row]]
+        end = plan.starts[parent_row] + plan.counts[parent_row]
+        if not plan.samples[parent_row] or parent.token_ids[:end] != fork.token_ids:
+            raise PlanViolation(f"a fork draws from row {parent_row}, which is not at the end of the fork's prompt")
+        fork.num_computed = end
+
     def _where(self, row: _Row, group: int, position: int) -> tuple[int, int, int]:
         table = row.tables[group]
         index = position // self.block_size
@@ -123,10 +134,13 @@ class FakeWorker:
 
     def _sample_all(self, plan: StepPlan) -> StepResult:
         result = StepResult(step_id=plan.step_id, token_ids=[], logprobs=[])
-        for index, slot in enumerate(plan.slots):
+        num_rows = len(plan.slots)
+        for index, slot in enumerate([*plan.slots, *(slot for _, slot in plan.forks)]):
             row = self._rows[slot]
             tokens: list[int] = []
-            if plan.samples[index]:
+            if index >= num_rows:
+                self._check_fork(plan, row, plan.forks[index - num_rows][0])
+            if index >= num_rows or plan.samples[index]:
                 error = self.row_error(row.token_ids)
                 if error is not None:
                     result.errors[index] = error
@@ -136,7 +150,7 @@ class FakeWorker:
             result.token_ids.append(tokens)
             wants = row.sampling.logprobs is not None and tokens
             result.logprobs.append([PositionLogprobs(token, -1.0, 1) for token in tokens] if wants else None)
-            if row.sampling.prompt_logprobs is not None:
+            if row.sampling.prompt_logprobs is not None and index < num_rows:
                 start, end = plan.starts[index], plan.starts[index] + plan.counts[index]
                 predicted = row.token_ids[start + 1 : min(end + 1, row.prompt_len)]
                 if predicted:

@@ -115,6 +115,27 @@ class KVCacheManager:
             self.stats.hit += hit.num_tokens
         return True
 
+    def fork(self, parent: Request, child: Request) -> list[tuple[int, int, int]] | None:
+        """Give `child` the parent's prompt: full blocks are shared, an incomplete last one becomes a copy of its own.
+
+        Returns the copies to make after the step, (group, source, destination); None when a pool is short.
+        """
+        full, rest = divmod(parent.prompt_len, self.block_size)
+        if rest and any(pool.num_free <= mark for pool, mark in zip(self.pools, self.watermarks, strict=True)):
+            return None
+        blocks, source = child.blocks, parent.blocks
+        copies: list[tuple[int, int, int]] = []
+        for group, (pool, table) in enumerate(zip(self.pools, source.tables, strict=True)):
+            shared = table[:full]
+            pool.share(shared)
+            own = pool.allocate(1) if rest else []
+            blocks.tables.append(shared + own)
+            copies += [(group, table[full], block) for block in own]
+        blocks.dropped = [min(dropped, full) for dropped in source.dropped]
+        blocks.hashes = source.hashes[:full]
+        blocks.num_registered = min(source.num_registered, full)
+        return copies
+
     # -- growth ------------------------------------------------------------------------------------------------
 
     def grow(self, request: Request, num_tokens: int) -> list[list[int]] | None:

@@ -6,6 +6,7 @@ Lives for one call of `Scheduler.schedule`.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from infer.engine.kv_cache.block_pool import BlockPool
@@ -19,8 +20,17 @@ class ScheduledStep:
 
     plan: StepPlan
     requests: list[Request]
+    forked: list[Request]
+    """Requests of `plan.forks`."""
     registered: list[tuple[BlockPool, list[int]]]
     """Blocks made findable on the word that this step computes them."""
+
+    def outcomes(self) -> Iterator[tuple[int, Request, bool]]:
+        """(index in the result's lists, request, whether a token was drawn), rows first, then forks."""
+        for row, request in enumerate(self.requests):
+            yield row, request, bool(self.plan.samples[row])
+        for index, request in enumerate(self.forked, start=len(self.requests)):
+            yield index, request, True
 
 
 class StepDraft:
@@ -34,6 +44,8 @@ class StepDraft:
         self.samples: list[int] = []
         self.admissions: list[SlotAdmission] = []
         self.new_blocks: list[tuple[Request, int, list[int]]] = []
+        self.forked: list[tuple[Request, Request]] = []
+        self.copies: list[tuple[int, int, int]] = []
         self.preempted = False
 
     def add(self, request: Request, count: int) -> None:
@@ -46,6 +58,12 @@ class StepDraft:
         self.counts.append(count)
         self.samples.append(sample)
         self.budget -= count
+
+    def fork(self, parent: Request, child: Request, copies: list[tuple[int, int, int]]) -> None:
+        """The child draws from the logits of the parent's row. Only after the last preemption of the step."""
+        child.num_in_flight += 1
+        self.forked.append((parent, child))
+        self.copies += copies
 
     def remove(self, request: Request) -> bool:
         """Give back the row of a request that is preempted after it was planned; False if it has none."""
@@ -70,4 +88,6 @@ class StepDraft:
             admissions=self.admissions,
             new_blocks=[(request.slot, group, blocks) for request, group, blocks in self.new_blocks],
             freed_slots=freed_slots,
+            forks=[(requests.index(parent), child.slot) for parent, child in self.forked],
+            copies=self.copies,
         )

@@ -93,10 +93,12 @@ class Scheduler:
             self.kv.computed(request)
         if not draft.preempted:
             self._schedule_waiting(draft)
+        self._start_siblings(draft)
         registered = self.kv.end_step()
         if not draft.requests:
             return None
-        step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, registered)
+        forked = [child for _, child in draft.forked]
+        step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, forked, registered)
         self._freed_slots = []
         self._step_id += 1
         self._in_flight.append(step)
@@ -164,6 +166,23 @@ class Scheduler:
             if count < remaining:
                 partial.append(request)
 
+    def _start_siblings(self, draft: StepDraft) -> None:
+        """Choices whose prompt this step completes: they share its blocks and logits if there is room, else they queue."""
+        for request, sample in zip(draft.requests, draft.samples, strict=True):
+            if not (sample and request.siblings):
+                continue
+            siblings, request.siblings = request.siblings, ()
+            for sibling in siblings:
+                if sibling.status is Status.FINISHED:
+                    continue
+                room = not draft.preempted and len(self.running) < self.config.max_num_active_seqs
+                copies = self.kv.fork(request, sibling) if room else None
+                if copies is None:
+                    self.waiting.push(sibling)
+                    continue
+                self._start(sibling, request.prompt_len, draft)
+                draft.fork(request, sibling, copies)
+
     def _start(self, request: Request, num_cached: int, draft: StepDraft) -> None:
         request.start(self._free_slots.pop(), num_cached, draft.step_id, self._clock())
         self.running.append(request)
@@ -200,21 +219,22 @@ class Scheduler:
         """Book the oldest step's result: accept tokens, end what is over, deliver. Late rows of ended requests are void."""
         step = self._in_flight.popleft()
         ended: list[Request] = []
-        for row, request in enumerate(step.requests):
-            if step.plan.samples[row]:
+        for row, request, drawn in step.outcomes():
+            if drawn:
                 request.num_in_flight -= 1
                 if request.num_discarded:
                     request.num_discarded -= 1
                     continue
             if request.status is Status.FINISHED:
                 continue
-            if row in result.errors:
-                request.finish("error", error=StepError(f"request {request.request_id!r}: {result.errors[row]}"))
+            token_ids = result.token_ids[row]
+            reason = result.errors.get(row) or ("the step drew no token for it" if drawn and not token_ids else None)
+            if reason is not None:
+                request.finish("error", error=StepError(f"request {request.request_id!r}: {reason}"))
                 ended.append(request)
                 request.deliver()
                 continue
             prompt_logprobs = self._new_prompt_logprobs(request, step, result, row)
-            token_ids = result.token_ids[row]
             if not token_ids and not prompt_logprobs:
                 continue
             kept = request.accept(token_ids)
@@ -236,8 +256,8 @@ class Scheduler:
         for pool, block_ids in (item for late in tainted for item in late.registered):
             pool.unregister(block_ids)
         failed: list[Request] = []
-        for row, request in enumerate(step.requests):
-            if step.plan.samples[row]:
+        for _, request, drawn in step.outcomes():
+            if drawn:
                 request.num_in_flight -= 1
                 request.num_discarded = max(0, request.num_discarded - 1)
             if request.status is Status.RUNNING and request.started_step <= step.plan.step_id:
@@ -256,8 +276,10 @@ class Scheduler:
     ) -> Sequence[PositionLogprobs]:
         """Entries beyond the cursor: a prompt computed again after preemption repeats earlier ones."""
         entries = result.prompt_logprobs.get(row)
+        if not entries:
+            return ()
         known = request.num_prompt_logprobs - step.plan.starts[row]
-        if not entries or known < 0:
+        if known < 0:
             return ()
         fresh = entries[known:]
         request.num_prompt_logprobs += len(fresh)
@@ -266,6 +288,10 @@ class Scheduler:
     def _retire(self, ended: list[Request]) -> None:
         """Free what ended requests hold. A request that failed leaves nothing in the prefix cache."""
         for request in ended:
+            for sibling in request.siblings:  # it ended before it computed the prompt for them
+                if sibling.status is not Status.FINISHED:
+                    self.waiting.push(sibling)
+            request.siblings = ()
             if request.slot < 0:
                 self.waiting.discard(request)
                 continue

@@ -36,6 +36,21 @@ class StepRows:
     query_starts: Ints
     """[R + 1]: row i owns tokens query_starts[i] .. query_starts[i + 1]."""
     num_decode_rows: int
+    forks: list[tuple[int, int]]
+    """As in the plan: (plan row, slot)."""
+
+
+@dataclass(slots=True)
+class Draws:
+    """Tokens to draw in a step: of its sampling rows, then of its forks."""
+
+    slots: Ints
+    ends: Ints
+    """Position the drawn token will have."""
+    last_tokens: Ints
+    """Index among the step's tokens of the one whose logits are drawn from."""
+    results: Ints
+    """Index in the result's lists."""
 
 
 class InputBatch:
@@ -65,7 +80,7 @@ class InputBatch:
         self._windows = [group.window for group in layout.groups]
         self._tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int32) for _ in layout.groups]
         self._num_blocks = np.zeros((len(layout.groups), max_num_seqs), dtype=np.int64)
-        self._group_of_layer = {layer: g for g, group in enumerate(layout.groups) for layer in group.layer_ids}
+        self.group_of_layer = {layer: g for g, group in enumerate(layout.groups) for layer in group.layer_ids}
 
     def apply(self, plan: StepPlan) -> None:
         """Freed slots, then admissions, then new blocks."""
@@ -91,7 +106,33 @@ class InputBatch:
             samples=samples[order] != 0,
             query_starts=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts))),
             num_decode_rows=int((counts == 1).sum()),
+            forks=plan.forks,
         )
+
+    def draws(self, rows: StepRows, errors: dict[int, str]) -> Draws:
+        """What to draw, rows in `errors` (and forks of them) left out."""
+        index = np.array([i for i in np.flatnonzero(rows.samples).tolist() if i not in errors], dtype=np.int64)
+        slots, results = rows.slots[index], rows.plan_rows[index]
+        if rows.forks:
+            row_of_plan = np.argsort(rows.plan_rows)
+            good = [
+                (f, int(row_of_plan[row]), slot)
+                for f, (row, slot) in enumerate(rows.forks)
+                if int(row_of_plan[row]) not in errors and slot not in self._poison
+            ]
+            index = np.concatenate((index, np.array([i for _, i, _ in good], dtype=np.int64)))
+            slots = np.concatenate((slots, np.array([slot for _, _, slot in good], dtype=np.int64)))
+            results = np.concatenate((results, np.array([len(rows.slots) + f for f, _, _ in good], dtype=np.int64)))
+        return Draws(slots, (rows.starts + rows.counts)[index], rows.query_starts[index + 1] - 1, results)
+
+    def fork_errors(self, rows: StepRows, row_errors: dict[int, str]) -> dict[int, str]:
+        """Index in the result -> reason, for forks that cannot draw: their row failed, or they could not be taken in."""
+        failed = {}
+        for index, (row, slot) in enumerate(rows.forks, start=len(rows.slots)):
+            reason = row_errors.get(row) or self._poison.get(slot)
+            if reason is not None:
+                failed[index] = reason
+        return failed
 
     def forward_batch(self, rows: StepRows, kv: KVTensors) -> ForwardBatch:
         """The model's input for these rows."""
@@ -107,15 +148,15 @@ class InputBatch:
                 self._attention(group, rows, slot_of_token, positions) for group in range(len(self._tables))
             ),
             kv=kv,
-            group_of_layer=self._group_of_layer,
+            group_of_layer=self.group_of_layer,
         )
 
-    def sampling_rows(self, rows: StepRows, index: Ints) -> list[SamplingRow] | None:
-        """Sampling state of the rows `index`, output positions set; None when all of them are plain greedy."""
-        slots = rows.slots[index]
+    def sampling_rows(self, draws: Draws) -> list[SamplingRow] | None:
+        """Sampling state of the draws, output positions set; None when all of them are plain greedy."""
+        slots = draws.slots
         if not int(np.bitwise_or.reduce(self._features[slots], initial=0)) & int(Feature.SAMPLER):
             return None
-        output_positions = (rows.starts + rows.counts)[index] - self._prompt_lens[slots]
+        output_positions = draws.ends - self._prompt_lens[slots]
         chosen = []
         for slot, output_position in zip(slots.tolist(), output_positions.tolist(), strict=True):
             row = self.row(slot)
@@ -148,16 +189,16 @@ class InputBatch:
             return {}
         return {i: self._poison[slot] for i, slot in enumerate(rows.slots.tolist()) if slot in self._poison}
 
-    def write(self, rows: StepRows, index: Ints, token_ids: Sequence[int]) -> None:
-        """Store sampled ids where the next step reads them, and tell rows that count."""
-        slots = rows.slots[index]
-        ends = (rows.starts + rows.counts)[index]
-        flat = torch.from_numpy(slots * self._width + ends)
-        values = torch.tensor(token_ids, dtype=torch.int32)
+    def write(self, draws: Draws, good: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Store the ids of the draws `good` where the next step reads them, and tell rows that count."""
+        slots = draws.slots[good]
+        drawn = [token_ids[k] for k in good]
+        flat = torch.from_numpy(slots * self._width + draws.ends[good])
+        values = torch.tensor(drawn, dtype=torch.int32)
         self._tokens.view(-1)[flat.to(self._device)] = values.to(self._device)
         stateful = np.flatnonzero(self._features[slots] & int(Feature.STATEFUL))
         for i in stateful.tolist():
-            self.row(int(slots[i])).accept(token_ids[i])
+            self.row(int(slots[i])).accept(drawn[i])
 
     def _attention(self, group: int, rows: StepRows, slot_of_token: Ints, positions: Ints) -> AttentionMetadata:
         table, size, device = self._tables[group], self._block_size, self._device

@@ -10,7 +10,6 @@ import time
 from array import array
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from infer.engine.sampling.logprobs import position_logprobs
 from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
-from infer.engine.worker.input_batch import InputBatch, Ints, KVTensors, StepRows
+from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
 from infer.plugins.model import CausalLM
 from infer.plugins.platform import Platform
 
@@ -48,12 +47,13 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan. Rows come back in the plan's order."""
         started = time.perf_counter()
-        num_rows = len(plan.slots)
-        result = StepResult(plan.step_id, [[] for _ in range(num_rows)], [None] * num_rows)
+        num_results = len(plan.slots) + len(plan.forks)
+        result = StepResult(plan.step_id, [[] for _ in range(num_results)], [None] * num_results)
         with self._platform.step_context():
             self._batch.apply(plan)
-            if num_rows:
+            if len(plan.slots):
                 self._run(self._batch.arrange(plan), result)
+            self._copy_blocks(plan.copies)
         result.seconds = time.perf_counter() - started
         return result
 
@@ -123,29 +123,34 @@ class Runner:
         errors = self._batch.poisoned(rows)
         entries, failed = self._prompt_logprobs(rows, hidden)
         errors.update(failed)
-        index = np.array([i for i in np.flatnonzero(rows.samples).tolist() if i not in errors], dtype=np.int64)
-        if len(index):
-            self._sample(rows, index, hidden, result, errors)
         for i, values in entries.items():
             if i not in errors:
                 result.prompt_logprobs[int(rows.plan_rows[i])] = values
         result.errors.update((int(rows.plan_rows[i]), reason) for i, reason in errors.items())
+        result.errors.update(self._batch.fork_errors(rows, result.errors))
+        draws = self._batch.draws(rows, errors)
+        if len(draws.slots):
+            self._sample(draws, hidden, result)
 
-    def _sample(self, rows: StepRows, index: Ints, hidden: Tensor, result: StepResult, errors: dict[int, str]) -> None:
-        last_tokens = torch.from_numpy(rows.query_starts[index + 1] - 1).to(hidden.device)
-        logits = self._loaded().logits(hidden, last_tokens)
-        sampling = self._batch.sampling_rows(rows, index)
-        sampled = sample(logits, sampling)
-        good = self._good(sampled)
-        self._batch.write(rows, index[good], [sampled.token_ids[k] for k in good])
-        for k, i in enumerate(index.tolist()):
+    def _sample(self, draws: Draws, hidden: Tensor, result: StepResult) -> None:
+        logits = self._loaded().logits(hidden, torch.from_numpy(draws.last_tokens).to(hidden.device))
+        sampled = sample(logits, self._batch.sampling_rows(draws))
+        self._batch.write(draws, self._good(sampled), sampled.token_ids)
+        for k, index in enumerate(draws.results.tolist()):
             if k in sampled.errors:
-                errors[i] = sampled.errors[k]
+                result.errors[index] = sampled.errors[k]
                 continue
-            plan_row = int(rows.plan_rows[i])
-            result.token_ids[plan_row] = [sampled.token_ids[k]]
+            result.token_ids[index] = [sampled.token_ids[k]]
             if k in sampled.logprobs:
-                result.logprobs[plan_row] = [sampled.logprobs[k]]
+                result.logprobs[index] = [sampled.logprobs[k]]
+
+    def _copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
+        """Blocks that forks own: the incomplete last block of a shared prompt."""
+        for group, source, destination in copies:
+            for layer, (keys, values) in self._kv.items():
+                if self._batch.group_of_layer[layer] == group:
+                    keys[destination].copy_(keys[source])
+                    values[destination].copy_(values[source])
 
     @staticmethod
     def _good(sampled: Sampled) -> list[int]:
