@@ -194,3 +194,24 @@ print(entry.distribution, entry.version, entry.state)
     assert python(code, site, str(out)).split() == ["infer-hello", "0.1.0", "chosen"]
     assert out.read_bytes() == b"payload"
     assert [path.name for path in out.parent.iterdir()] == ["a.bin"]
+
+
+@pytest.mark.model
+@pytest.mark.row("ENG-PLUGIN-SYSTEM", "one that raises is named in a warning while the engine still starts")
+def test_the_engine_starts_beside_broken_plugins(site: Path, smollm2_gguf: Path) -> None:
+    code = """
+import anyio, logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+from infer import Engine, EngineConfig, SamplingParams
+
+async def main():
+    async with Engine(EngineConfig(model=sys.argv[1], cache={"num_blocks": 16})) as engine:
+        done = await engine.generate("The capital of France is", SamplingParams(max_tokens=2, temperature=0))
+        print(f"answer:{done.text}")
+
+anyio.run(main)
+"""
+    said = python(code, site, str(smollm2_gguf))
+    assert "answer: Paris" in said
+    for plugin in BROKEN_PLUGINS:
+        assert said.count(f"plugin left out: {plugin}") + said.count(f" of {plugin}: built for") == 1
