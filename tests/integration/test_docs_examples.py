@@ -93,7 +93,7 @@ async def test_starlette_stream(test_cache: Path, monkeypatch: pytest.MonkeyPatc
         assert len(pieces) >= 4 and b"".join(pieces).decode() == whole.text
         assert len([piece async for piece in body_pieces(served, leave_after=2)]) < 40
         with anyio.fail_after(60):
-            while (statistics := state["engine"].statistics()).running or statistics.kv_usage:
+            while (statistics := state["engine"].statistics()).running or statistics.kv_usage:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         async with httpx2.AsyncClient(transport=transport, base_url="http://testserver") as client:
             assert (await client.post("/ask", params={"max_tokens": 2}, content="Still here?")).status_code == 200
