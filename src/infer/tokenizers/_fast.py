@@ -38,6 +38,7 @@ class FastTokenizer:
         self._pieces: dict[int, bytes] = {}
         self.vocab_size = backend.get_vocab_size() if vocab_size is None else vocab_size
         self.bos_token_id = bos_token_id
+        self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
 
@@ -46,8 +47,7 @@ class FastTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        bos = self.bos_token_id
-        if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self._text_of(bos)):
+        if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]  # the text brought its own BOS, as rendered chat templates do
         return ids
 
@@ -70,9 +70,6 @@ class FastTokenizer:
 
             return WindowDecodeStream(decode, prompt_ids)
         return ByteDecodeStream(lambda id_: self._piece(id_, skip_special_tokens), self._layout, prompt_ids)
-
-    def _text_of(self, token_id: int) -> str:
-        return self._backend.id_to_token(token_id) or REPLACEMENT
 
     def _piece(self, token_id: int, skip_special: bool) -> bytes:
         if skip_special and token_id in self._special_ids:
