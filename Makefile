@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 RESULTS := results/tests.json
 # The name of the stamp changes with what is to be installed, so a second run does nothing.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-PYTEST := $(BIN)/pytest --results $(RESULTS) --fail-on-skip --durations=10
+# Written with "=": pytest takes a separate word that exists for the place to look for conftest.py, and finds no options.
+PYTEST := $(BIN)/pytest tests --results=$(RESULTS) --fail-on-skip --durations=10
 
 .PHONY: help demo test lint test-fast test-heavy status status-check bench docs install clean
 .DEFAULT_GOAL := help
@@ -37,10 +38,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test-fast: $(STAMP)
-	$(PYTEST) --results-run test -m "not heavy and not gpu" -n $(JOBS) --dist loadfile
+	$(PYTEST) --results-run=test -m "not heavy and not gpu" -n $(JOBS) --dist loadfile
 
 test-heavy: $(STAMP)
-	HYPOTHESIS_PROFILE=heavy $(PYTEST) --results-run heavy -m "heavy and not gpu" --timeout 1800
+	HYPOTHESIS_PROFILE=heavy $(PYTEST) --results-run=heavy -m "heavy and not gpu" --timeout 1800
 
 status: $(STAMP)
 	$(BIN)/python tools/status.py --results $(RESULTS)
