@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from typer.exceptions import Abort, Exit, TyperException
+from typer.exceptions import Abort, TyperException
 
+from infer.cli.bench import build_bench
 from infer.cli.chat import chat
 from infer.cli.plugins import plugins
 from infer.cli.pull import pull
@@ -43,10 +43,13 @@ def _root(
 
 
 def build_app() -> typer.Typer:
-    app = typer.Typer(name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+    app = typer.Typer(
+        name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
+    )
     app.callback()(_root)
     for command in (run, chat, pull, plugins):
         app.command(command.__name__)(command)
+    app.add_typer(build_bench())
     return app
 
 
@@ -55,16 +58,13 @@ def main(arguments: Sequence[str] | None = None, session: Session | None = None)
     session = session if session is not None else Session()
     given = list(arguments) if arguments is not None else None
     try:
-        build_app()(given, prog_name="infer", obj=session, standalone_mode=False)
-        return 0
-    except Exit as stop:
-        return stop.exit_code
-    except (KeyboardInterrupt, Abort):
-        session.err.print("interrupted", style="dim")
+        # typer turns an exit and Ctrl-C into the value of the call; commands return nothing.
+        code = build_app()(given, prog_name="infer", obj=session, standalone_mode=False) or 0
+        if code == INTERRUPTED:
+            session.err.print("interrupted", style="dim")
+        return int(code)
+    except Abort:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILURE
     except TyperException as error:
         if not error.format_message():  # no command was given, and the help is printed already
             return USAGE
@@ -90,4 +90,7 @@ def _usage(error: TyperException) -> str:
         return f"{name} is a flag of vLLM that infer does not take: {reason}"
     context = getattr(error, "ctx", None)
     hint = f"; see `{context.command_path} --help`" if context is not None else ""
-    return f"{error.format_message()}{hint}"
+    message = error.format_message().rstrip(".")
+    if message.startswith("Got unexpected extra argument"):
+        message += "; put a prompt of several words in quotes"
+    return f"{message}{hint}"
