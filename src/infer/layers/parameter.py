@@ -12,7 +12,6 @@ from torch import Tensor
 
 from infer.errors import WeightError
 
-
 ADOPT_BYTES = 32 * 2**20
 """Tensors of this size are taken over instead of copied. Smaller ones are copied into the slot, which was allocated with
 all others: keeping them would leave holes in the heap (malloc maps only allocations above 32 MiB for sure), and those
