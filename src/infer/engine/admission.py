@@ -5,6 +5,7 @@ Runs in the request's task. Part of the facade: knows text; the engine core behi
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -234,3 +235,21 @@ def _choice_spec(spec: SamplingSpec, index: int) -> SamplingSpec:
     fields["seed"] = (spec.seed + index) % 2**63
     fields["prompt_logprobs"] = None
     return SamplingSpec(**fields)
+
+
+def refuse_unavailable(**arguments: object) -> None:
+    """Arguments of the public contract whose feature does not exist yet."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise InvalidRequestError(f"{name} is not available in this version", parameter=name, value=value)
+
+
+def deadline_at(seconds: float | None, called_at: float) -> float | None:
+    """The moment a request is late, on the engine's clock."""
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0 or math.isinf(seconds):
+        raise InvalidRequestError(
+            f"deadline={seconds!r} must be a positive number of seconds", parameter="deadline", value=seconds
+        )
+    return called_at + seconds

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,8 @@ from infer.config.engine import EngineConfig
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig
 from infer.engine import startup
-from infer.engine.admission import Admission, Admitted
+from infer.engine.admission import Admission, Admitted, deadline_at, refuse_unavailable
+from infer.engine.blocking import BlockingEngine
 from infer.engine.outputs import Outbox
 from infer.engine.request import Request
 from infer.engine.startup import EngineParts, Start
@@ -31,7 +31,6 @@ from infer.plugins.model_source import Progress, ProgressCallback
 from infer.types import Completion, FinishReason, Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from infer.engine.blocking import BlockingEngine
     from infer.plugins.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,8 +76,6 @@ class Engine:
         cls, model: str | Path | EngineConfig | None = None, *, on_progress: ProgressCallback | None = None
     ) -> BlockingEngine:
         """The same engine behind a plain `with`, for scripts and notebooks: its loop runs in a thread of its own."""
-        from infer.engine.blocking import BlockingEngine  # noqa: PLC0415  (it wraps this class)
-
         return BlockingEngine(lambda: cls(model, on_progress=on_progress))
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -308,8 +305,8 @@ class Engine:
 
         async def submit(stream: Stream) -> None:
             parts = self._serving_parts()
-            _refuse_unavailable(artifact=artifact, lora=lora)
-            limit = _deadline(deadline, called_at)
+            refuse_unavailable(artifact=artifact, lora=lora)
+            limit = deadline_at(deadline, called_at)
             name = self._check_name(request_id)
             admitted = await self._admission.admit(prompt, params, tools)
             parts = self._serving_parts()
@@ -386,19 +383,3 @@ class Engine:
                 f"the queue holds {waiting} requests and scheduler.max_num_waiting={limit}; retry later",
                 retry_after=1.0,
             )
-
-
-def _refuse_unavailable(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise InvalidRequestError(f"{name} is not available in this version", parameter=name, value=value)
-
-
-def _deadline(seconds: float | None, called_at: float) -> float | None:
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0 or math.isinf(seconds):
-        raise InvalidRequestError(
-            f"deadline={seconds!r} must be a positive number of seconds", parameter="deadline", value=seconds
-        )
-    return called_at + seconds
