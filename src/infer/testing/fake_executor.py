@@ -29,6 +29,10 @@ def hashed_token(vocab_size: int = 1000) -> NextToken:
     return next_token
 
 
+_VOID = b"void"
+"""In place of KV that a failed step should have computed."""
+
+
 class PlanViolation(Exception):
     """The plan asked for something a real worker would have computed wrongly."""
 
@@ -43,6 +47,8 @@ class _Row:
     tables: list[list[int]]
     num_computed: int | None = None
     """None until the first step after admission, which may start behind a prefix hit."""
+    void: bool = False
+    """It was in a failed step, or read what one left behind: what it writes and draws is worth nothing."""
 
 
 @dataclass(slots=True)
@@ -71,13 +77,16 @@ class FakeWorker:
             self._rows[slot].tables[group] += blocks
         failure = self.fail_at(plan)
         if failure is not None:
-            raise failure
+            for slot in plan.slots:
+                self._rows[slot].void = True
         if self.check:
             self._write_all(plan)
         result = self._sample_all(plan)
         for group, source, destination in plan.copies:
             for offset in range(self.block_size):
                 self._kv[group, destination, offset] = self._kv.get((group, source, offset), b"")
+        if failure is not None:
+            raise failure
         return result
 
     def close(self) -> None:
@@ -105,17 +114,24 @@ class FakeWorker:
             row.num_computed = start + count
             digest = _digests(row.token_ids[: start + count])
             digests.append(digest)
-            for group in range(len(self.groups)):
-                for position in range(start, start + count):
-                    self._kv[self._where(row, group, position)] = digest[position]
+            self._write(row, start, start + count, digest)
         for slot, start, count, digest in zip(plan.slots, plan.starts, plan.counts, digests, strict=True):
             self._check_reads(self._rows[slot], slot, start, start + count, digest)
+
+    def _write(self, row: _Row, start: int, end: int, digest: list[bytes]) -> None:
+        for group in range(len(self.groups)):
+            for position in range(start, end):
+                self._kv[self._where(row, group, position)] = _VOID if row.void else digest[position]
 
     def _check_reads(self, row: _Row, slot: int, start: int, end: int, digest: list[bytes]) -> None:
         for index, group in enumerate(self.groups):
             first = 0 if group.window is None else max(0, start - group.window + 1)
             for position in range(first, end):
-                if self._kv.get(self._where(row, index, position)) != digest[position]:
+                content = self._kv.get(self._where(row, index, position))
+                if content == _VOID and not row.void:
+                    row.void = True
+                    self._write(row, start, end, digest)
+                if content != digest[position] and not row.void:
                     raise PlanViolation(f"slot {slot}, group {group.name}: position {position} holds other content")
 
     def _check_fork(self, plan: StepPlan, fork: _Row, parent_row: int) -> None:
@@ -124,6 +140,7 @@ class FakeWorker:
         if not plan.samples[parent_row] or parent.token_ids[:end] != fork.token_ids:
             raise PlanViolation(f"a fork draws from row {parent_row}, which is not at the end of the fork's prompt")
         fork.num_computed = end
+        fork.void = parent.void
 
     def _where(self, row: _Row, group: int, position: int) -> tuple[int, int, int]:
         table = row.tables[group]
@@ -141,11 +158,12 @@ class FakeWorker:
             if index >= num_rows:
                 self._check_fork(plan, row, plan.forks[index - num_rows][0])
             if index >= num_rows or plan.samples[index]:
-                error = self.row_error(row.token_ids)
+                error = None if row.void else self.row_error(row.token_ids)
                 if error is not None:
                     result.errors[index] = error
+                    row.token_ids.append(0)  # what a real worker leaves behind: steps in flight build on it
                 else:
-                    tokens = [self.next_token(row.token_ids, row.sampling)]
+                    tokens = [0 if row.void else self.next_token(row.token_ids, row.sampling)]
                     row.token_ids += tokens
             result.token_ids.append(tokens)
             wants = row.sampling.logprobs is not None and tokens

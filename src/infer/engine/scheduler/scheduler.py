@@ -94,9 +94,9 @@ class Scheduler:
         if not draft.preempted:
             self._schedule_waiting(draft)
         self._start_siblings(draft)
-        registered = self.kv.end_step()
         if not draft.requests:
-            return None
+            return None  # what ended requests made findable stays noted for the next step, or for `fail`
+        registered = self.kv.end_step()
         forked = [child for _, child in draft.forked]
         step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, forked, registered)
         self._freed_slots = []
@@ -250,23 +250,28 @@ class Scheduler:
             self._retire(ended)
 
     def fail(self, error: BaseException) -> None:
-        """The oldest step failed: its requests end with `StepError`; others that built on its blocks start over."""
+        """The oldest step failed: its requests end with `StepError`; what was started later may have built on its
+        blocks and starts over."""
         step = self._in_flight.popleft()
-        tainted = [step, *self._in_flight]
-        for pool, block_ids in (item for late in tainted for item in late.registered):
+        tainted = [*step.registered, *self.kv.end_step()]
+        for later in self._in_flight:
+            tainted += later.registered
+        for pool, block_ids in tainted:
             pool.unregister(block_ids)
         failed: list[Request] = []
         for _, request, drawn in step.outcomes():
             if drawn:
                 request.num_in_flight -= 1
                 request.num_discarded = max(0, request.num_discarded - 1)
-            if request.status is Status.RUNNING and request.started_step <= step.plan.step_id:
+            if request.status is not Status.FINISHED:
                 reason = StepError(f"step {step.plan.step_id} failed: {type(error).__name__}: {error}")
                 reason.__cause__ = error
                 request.finish("error", error=reason)
                 failed.append(request)
                 request.deliver()
         self._retire(failed)
+        for request in self.waiting:
+            request.discard_in_flight()
         for request in [r for r in self.running if r.started_step > step.plan.step_id]:
             request.discard_in_flight()
             self._preempt(request)
