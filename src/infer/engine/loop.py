@@ -55,6 +55,7 @@ class EngineLoop:
                 if self._in_flight:
                     await self._consume()
                 else:
+                    self._end_stuck()
                     await self._mailbox.wait()
         except Exception as error:
             logger.error("the engine is dead: %s: %s", type(error).__name__, error)
@@ -105,6 +106,16 @@ class EngineLoop:
             self._in_flight.popleft()
             self._scheduler.apply(result)
         self.last_step_at = self._clock()
+
+    def _end_stuck(self) -> None:
+        """Nothing is in flight and nothing could be planned: a request that still waits would wait for ever."""
+        waiting = self._scheduler.waiting
+        while len(waiting) and self._mailbox.is_empty:
+            error = EngineError(
+                f"request {waiting[0].request_id!r} ({len(waiting[0].token_ids)} tokens) can never be scheduled: "
+                "the KV cache is too small for it even when idle; raise cache.memory"
+            )
+            self._scheduler.finish(waiting[0], "error", error=error)
 
     def _die(self, error: Exception) -> None:
         if isinstance(error, EngineDeadError):

@@ -68,7 +68,7 @@ def scripted(text: str) -> NextToken:
 
     The number of answered tokens is read off the longest suffix of the tokens that begins the script.
     """
-    script = [*text.encode(), EOS]
+    script: list[int] = [*text.encode(), EOS]
 
     def next_token(token_ids: Sequence[int], sampling: SamplingSpec) -> int:
         for answered in range(min(len(script) - 1, len(token_ids)), -1, -1):
