@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None, session: Session | None = None)
     except Abort:
         return INTERRUPTED
     except TyperException as error:
-        if not error.format_message():  # no command was given, and the help is printed already
+        if type(error).__name__ == "NoArgsIsHelpError":  # no command was given: the message is the help
+            session.write(error.format_message() + "\n")
             return USAGE
         return _complain(session, _usage(error), error.exit_code or USAGE)
     except InferError as error:

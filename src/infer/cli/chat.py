@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from concurrent.futures import CancelledError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import anyio
 import typer
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -26,8 +27,10 @@ _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops
 def chat(
     session: Session,
     *,
-    model: Annotated[str | None, typer.Argument(help="Model reference; without it the small default model.")] = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message at the beginning.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Left out: the small default model.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message at the beginning.")
+    ] = None,
     config: EngineConfig,
     params: SamplingParams,
 ) -> None:
@@ -86,34 +89,54 @@ def _converse(session: Session, conversation: _Conversation) -> None:
 def _turn(session: Session, conversation: _Conversation, text: str) -> None:
     """One question and its answer. What an interrupted answer had so far stays in the conversation."""
     conversation.turns.append({"role": "user", "content": text})
-    pieces: list[str] = []
-    future = conversation.portal.start_task_soon(_answer, session, conversation, pieces)
+    answer = _Answer(session, conversation)
+    future: Future[None] | None = None
     try:
-        completion = future.result()
-    except (KeyboardInterrupt, CancelledError):
-        future.cancel()
-        session.write("\n")
-        session.note("[stopped]")
+        try:
+            future = conversation.portal.start_task_soon(answer.run)
+            future.result()
+        except KeyboardInterrupt:
+            conversation.portal.call(answer.stop)
+            if future is not None:
+                future.result()
     except (EngineDeadError, EngineClosedError):
         raise
     except InferError as error:
         conversation.turns.pop()
         session.err.print(f"infer: error: {error}", style="red")
         return
-    else:
-        session.write("" if "".join(pieces).endswith("\n") else "\n")
-        session.note(statistics(completion, conversation.params))
-    if pieces:
-        conversation.turns.append({"role": "assistant", "content": "".join(pieces)})
+    so_far = "".join(answer.pieces)
+    session.write("" if so_far.endswith("\n") else "\n")
+    session.note("[stopped]" if answer.completion is None else statistics(answer.completion, conversation.params))
+    if so_far:
+        conversation.turns.append({"role": "assistant", "content": so_far})
     else:
         conversation.turns.pop()
 
 
-async def _answer(session: Session, conversation: _Conversation, pieces: list[str]) -> Completion:
-    """In the engine's thread."""
-    async with conversation.engine.stream(conversation.messages(), conversation.params) as stream:
-        async for delta in stream:
-            pieces.append(delta.text)
-            session.write(delta.text)
-    completion: Completion = stream.result
-    return completion
+class _Answer:
+    """One answer in the engine's thread; `stop` is called there too, possibly before `run` began."""
+
+    def __init__(self, session: Session, conversation: _Conversation) -> None:
+        self.pieces: list[str] = []
+        self.completion: Completion | None = None
+        self._session = session
+        self._conversation = conversation
+        self._scope: anyio.CancelScope | None = None
+        self._stopped = False
+
+    async def run(self) -> None:
+        with anyio.CancelScope() as self._scope:
+            if self._stopped:
+                return
+            conversation = self._conversation
+            async with conversation.engine.stream(conversation.messages(), conversation.params) as stream:
+                async for delta in stream:
+                    self.pieces.append(delta.text)
+                    self._session.write(delta.text)
+            self.completion = stream.result
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._scope is not None:
+            self._scope.cancel()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from infer.cli.logs import LEVELS, logging_to
 from infer.cli.session import Session
@@ -35,6 +34,7 @@ _SAMPLING: tuple[tuple[str, Any, str], ...] = (
     ("stop", list[str], "End the answer before this text; may be given several times."),
     ("ignore_eos", bool, "Go on after the model's end token."),
 )
+_METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", list[str]: "TEXT"}
 _COMMON = ("config_file", "debug", "log_level", "log_json", "quiet")
 
 
@@ -116,13 +116,10 @@ def _parameter(flag: Flag) -> str:
 
 
 def _flag_parameter(flag: Flag) -> inspect.Parameter:
-    panel = f"Settings: {flag.section}"
     if flag.off_names:
         names = [f"{on}/{off}" for on, off in zip(flag.names, flag.off_names, strict=True)]
-        return _option(_parameter(flag), bool, *names, help=escape(flag.help), rich_help_panel=panel)
-    return _option(
-        _parameter(flag), str, *flag.names, help=escape(flag.help), metavar=flag.values, rich_help_panel=panel
-    )
+        return _option(_parameter(flag), bool, *names, help=flag.help)
+    return _option(_parameter(flag), str, *flag.names, help=flag.help, metavar=flag.values)
 
 
 def _sampling_parameters() -> list[inspect.Parameter]:
@@ -131,13 +128,12 @@ def _sampling_parameters() -> list[inspect.Parameter]:
         flag = "--" + name.replace("_", "-")
         if kind is bool:
             flag = f"{flag}/--no-{name.replace('_', '-')}"
-        made.append(_option(name, kind, flag, help=text, rich_help_panel="Sampling"))
+        made.append(_option(name, kind, flag, help=text, metavar=_METAVARS.get(kind)))
     return made
 
 
 def _common_parameters() -> list[inspect.Parameter]:
     kind = inspect.Parameter.KEYWORD_ONLY
-    panel = "Output"
     switches = (
         ("debug", "--debug", "Show the traceback with an error."),
         ("log_json", "--log-json", "Logs as one JSON object per line."),
@@ -150,12 +146,14 @@ def _common_parameters() -> list[inspect.Parameter]:
             default=None,
             annotation=Annotated[
                 Path | None,
-                typer.Option("--config", help="Settings from a YAML, TOML or JSON file.", show_default=False),
+                typer.Option(
+                    "--config", metavar="FILE", help="Settings from a YAML, TOML or JSON file.", show_default=False
+                ),
             ],
         ),
-        _option("log_level", str, "--log-level", help=f"One of {', '.join(LEVELS)}.", rich_help_panel=panel),
+        _option("log_level", str, "--log-level", metavar="LEVEL", help=f"One of {', '.join(LEVELS)}."),
     ]
     for name, flag, text in switches:
-        option = typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)
+        option = typer.Option(flag, help=text, show_default=False)
         made.append(inspect.Parameter(name, kind, default=False, annotation=Annotated[bool, option]))
     return made

@@ -24,7 +24,7 @@ from infer.plugins.model_reference import resolve_reference
 def pull(
     session: Session,
     *,
-    model: Annotated[str | None, typer.Argument(help="Model reference; without it the small default model.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Left out: the small default model.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Show what the cache holds.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Take MODEL out of the cache.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Fetch again what the cache has already.")] = False,
@@ -93,4 +93,5 @@ def _names(entry: CacheEntry, model: str) -> bool:
         name = re.sub(r"[-_.]+", "-", package).lower()
         wanted = f"pypi:{name}=={version}" if version else f"pypi:{name}"
     short = re.split(r"==|@", entry.reference)[0]
-    return wanted in (entry.reference, short, entry.key, entry.key.removeprefix("url:"))
+    # A key may be less exact than what was fetched under it: hf:org/name@main.
+    return wanted in (entry.reference, short) or (entry.key.startswith("hf:") and wanted == entry.key)

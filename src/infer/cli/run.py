@@ -24,17 +24,23 @@ DEFAULT_MAX_TOKENS = 1024
 def run(
     session: Session,
     *,
-    words: Annotated[list[str], typer.Argument(metavar="[MODEL] PROMPT", help="PROMPT - reads standard input.")],
+    first: Annotated[str | None, typer.Argument(metavar="MODEL", help="Left out: the small default model.")] = None,
+    second: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The question; - reads standard input.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    system: Annotated[str | None, typer.Option("--system", help="System message for the chat template.")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="System message for the chat template.")
+    ] = None,
     config: EngineConfig,
     params: SamplingParams,
 ) -> None:
     """Ask a model one question and stream the answer."""
-    if len(words) > 2:
-        raise ConfigError(f"{len(words)} arguments, but `infer run` takes [MODEL] PROMPT: put the prompt in quotes")
-    config = with_model(config, words[0] if len(words) == 2 else None)
-    prompt = _prompt(words[-1], raw, system)
+    if first is None:
+        raise ConfigError('`infer run` needs a prompt: infer run [MODEL] "PROMPT", or - to read standard input')
+    model, text = (None, first) if second is None else (first, second)  # one argument is the prompt
+    config = with_model(config, model)
+    prompt = _prompt(text, raw, system)
     if params.max_tokens is None:
         params = params.model_copy(update={"max_tokens": max(DEFAULT_MAX_TOKENS, params.min_tokens)})
     completion = anyio.run(_answer, session, config, prompt, params)

@@ -177,7 +177,7 @@ def flags() -> tuple[Flag, ...]:
         names = (own, *(alias for alias, target in ALIASES.items() if target == setting))
         switch = bool in (info.annotation, *get_args(info.annotation))
         default = info.get_default(call_default_factory=True)
-        shown = "" if default is None or default in ((), {}) else f" [default: {_show(default)}]"
+        shown = "" if default is None or default in ((), {}) else f" (default: {_show(default)})"
         found.append(
             Flag(
                 setting=setting,
