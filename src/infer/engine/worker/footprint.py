@@ -38,15 +38,10 @@ def measure_footprint(build: Callable[[Ops, torch.device], CausalLM], vocab_size
     with _WeightsOnMeta():
         model = build(shape_ops(), CPU)
     layout = model.kv_layout()
-    hidden: list[Tensor] = []
-
-    batches = {count: _batch(count, layout) for count in TOKENS}
-
-    def forward(count: int) -> None:
-        hidden[:] = [model.forward(batches[count])]
-
-    per_token = _slope(forward)
-    per_row = _slope(lambda count: model.logits(hidden[0], torch.arange(count)))
+    try:
+        per_token, per_row = _trace(model, layout)
+    except Exception:  # the model looks at values, which are not there yet
+        per_token, per_row = _widest_matrix(model), 2 * torch.float32.itemsize * vocab_size
     return ModelFootprint(
         weight_bytes=parameter_bytes(model),
         load_transient_bytes=largest_parameter_bytes(model),

@@ -142,7 +142,8 @@ class InputBatch:
         slot_of_token = rows.slots[row_of_token]
         flat = torch.from_numpy(slot_of_token * self._width + positions).to(self._device)
         return ForwardBatch(
-            token_ids=self._tokens.view(-1)[flat].to(torch.int64),
+            # A row that failed left no id behind, and a step in flight may still read there: any id will do.
+            token_ids=self._tokens.view(-1)[flat].to(torch.int64).clamp_(0, self._vocab_size - 1),
             positions=torch.from_numpy(positions).to(self._device),
             attention=tuple(
                 self._attention(group, rows, slot_of_token, positions) for group in range(len(self._tables))

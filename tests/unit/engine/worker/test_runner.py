@@ -137,6 +137,20 @@ def test_a_row_with_nan_logits_fails_alone() -> None:
     assert later.token_ids == [[alone[1]], [alone[1]]]
 
 
+@pytest.mark.row("X-POISON", "a step in flight behind a failed row does not hurt the others")
+def test_a_step_planned_before_a_row_failed_still_serves_the_others() -> None:
+    model, blocks = ToyLM(), Blocks()
+    runner = toy_runner(model)
+    runner._batch._tokens.fill_(2**31 - 1)  # what memory that was never written may hold
+    ids = {0: [1, 2, 3], 1: [4, NAN_TOKEN, 5], 2: [4, NAN_TOKEN]}
+    specs = {0: GREEDY, 1: SamplingSpec(seed=0, prompt_logprobs=0), 2: GREEDY}
+    new = [admission(slot, ids[slot], specs[slot], blocks) for slot in ids]
+    first = runner.execute(plan([(slot, 0, len(ids[slot]), 1) for slot in ids], new))
+    second = runner.execute(plan([(slot, len(ids[slot]), 1, 1) for slot in ids]))
+    assert set(first.errors) == {1, 2}
+    assert first.token_ids[0] + second.token_ids[0] == dense_greedy(model, ids[0], 2)
+
+
 @pytest.mark.row("X-POISON", "a request with an id or setting the worker cannot take fails alone with its reason")
 @pytest.mark.parametrize(
     ("ids", "spec", "reason"),
