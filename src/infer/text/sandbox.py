@@ -6,6 +6,7 @@ Runs in the request's task, synchronously; owns nothing between two renderings. 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from jinja2.utils import Namespace, pass_context
 
 MAX_CHARS = 16_000_000
 """No string or list that a template builds is longer; several times the longest context."""
+MAX_BITS = 16_384
+"""No integer that a template multiplies or raises to a power is longer; more could not be printed."""
 MAX_SECONDS = 10.0
 
 _deadline: ContextVar[float] = ContextVar("_deadline")
@@ -91,10 +94,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and isinstance(times, int):
                     check_size(len(value) * times)
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() + right.bit_length())
         elif operator == "**":
-            if not (isinstance(left, int | float) and isinstance(right, int | float) and abs(right) <= 1024):
-                raise OverflowError(f"the template computes {left!r} ** {right!r}")
-            check_size(abs(int(left)).bit_length() * abs(int(right)))
+            if isinstance(left, int) and isinstance(right, int):
+                _check_bits(left.bit_length() * abs(right))
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             check_size(len(left) + len(right))
         elif operator == "%" and isinstance(left, str):
@@ -110,12 +114,26 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_text_call(owner, getattr(__obj, "__name__", ""), (*args, *kwargs.values()))
         return super().call(__context, __obj, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja hands out `text.format` wrapped; the bounds go around that."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        owner: str = value.__self__
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _check_text_call(owner, "format", (*args, *kwargs.values()))
+            return wrapped(*args, **kwargs)
+
+        return bounded
+
     def concat_bounded(self, values: Iterable[Any]) -> str:
         texts = [str(value) for value in values]
         check_size(sum(map(len, texts)))
         return "".join(texts)
 
 
+LONG_WIDTH = re.compile(r"\d{7}|:[^{}]*\{|%[^a-zA-Z%]*\*")
 TICK = "tick "  # not a name: no template can write or shadow it
 
 
@@ -187,7 +205,7 @@ def _check_text_call(owner: str, method: str, args: tuple[Any, ...]) -> None:
         _check_replace(owner, *args[:2])
     elif method == "join" and args:
         check_size(_total_length(args[0]) + len(owner) * _length(args[0]))
-    elif method in ("format", "format_map"):
+    elif method == "format":
         _check_widths(owner)
         check_size(len(owner) + owner.count("{") * _total_length(args))
     elif method == "expandtabs":
@@ -206,16 +224,15 @@ def _check_numbers(values: Iterable[Any]) -> None:
             check_size(abs(value) if value.bit_length() < 64 else MAX_CHARS + 1)
 
 
+def _check_bits(bits: int) -> None:
+    if bits > MAX_BITS:
+        raise OverflowError(f"the template computes an integer of {bits} bits; at most {MAX_BITS} are allowed")
+
+
 def _check_widths(text: str) -> None:
-    """Numbers in a format string are widths or precisions."""
-    digits = ""
-    for char in text + " ":
-        if char.isdigit():
-            digits += char
-        elif digits:
-            if len(digits) > 6:
-                raise OverflowError("the template formats with a width of more than six digits")
-            digits = ""
+    """Numbers in a format string are widths or precisions; so are arguments that it refers to inside a format."""
+    if LONG_WIDTH.search(text):
+        raise OverflowError(f"the template formats with a width that is too large or computed: {text[:80]!r}")
 
 
 def _length(values: Any) -> int:
