@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.engine.step import SamplingSpec, StepResult
+from infer.engine.step import SamplingSpec, SlotAdmission, StepResult
 from infer.engine.worker.runner import storage_bytes
 from unit.engine.worker.toy_causal_lm import (
     BLOCK,
@@ -97,6 +97,42 @@ def test_a_request_resumed_after_preemption_continues_with_the_same_draws() -> N
     assert tokens == whole[5:]
 
 
+@pytest.mark.row("SAMPLE-N", "n=4 with seed s equals four requests with seeds s..s+3")
+def test_forks_draw_and_continue_like_requests_of_their_own() -> None:
+    model, blocks, ids = ToyLM(), Blocks(), [5, 9, 11, 2, 40, 17]  # one full block to share, one to copy
+    specs = [SamplingSpec(seed=70 + i, temperature=1.5, presence_penalty=0.5, logprobs=1) for i in range(4)]
+    alone = [generate(toy_runner(model), ids, spec, 6)[0] for spec in specs]
+    runner = toy_runner(model)
+    companion = admission(5, [1, 2, 3], GREEDY, blocks)
+    first = admission(0, ids, specs[0], blocks)
+    shared, last, *_ = first.block_ids[0]
+    forks = [SlotAdmission(i, ids, 6, specs[i], ([shared, *blocks.take(4)],)) for i in (1, 2, 3)]
+    step = plan([(5, 0, 3, 1), (0, 0, 6, 1)], [companion, first, *forks])
+    step.forks = [(1, 1), (1, 2), (1, 3)]
+    step.copies = [(0, last, fork.block_ids[0][1]) for fork in forks]
+    outputs = [[ids[0]] for ids in runner.execute(step).token_ids[1:]]
+    for start in range(6, 11):
+        result = runner.execute(plan([(slot, start, 1, 1) for slot in (3, 0, 2, 1)]))
+        for slot, token_ids in zip((3, 0, 2, 1), result.token_ids, strict=True):
+            outputs[slot] += token_ids
+    assert outputs == alone
+
+
+@pytest.mark.row("X-POISON", "a choice that cannot be taken in fails alone; a failed prompt fails its choices")
+def test_failed_forks_fail_alone_and_with_their_row() -> None:
+    model, blocks = ToyLM(), Blocks()
+    wrong = SamplingSpec(seed=0, allowed_token_ids=(VOCAB,))
+    new = [admission(slot, [1, 2, 3], spec, blocks) for slot, spec in ((0, GREEDY), (1, wrong), (2, GREEDY))]
+    new += [admission(3, [4, NAN_TOKEN], GREEDY, blocks), admission(4, [4, NAN_TOKEN], GREEDY, blocks)]
+    step = plan([(0, 0, 3, 1), (3, 0, 2, 1)], new)
+    step.forks = [(0, 1), (0, 2), (1, 4)]
+    result = toy_runner(model).execute(step)
+    token = dense_greedy(model, [1, 2, 3], 1)
+    assert result.token_ids == [token, [], [], token, []]
+    assert set(result.errors) == {1, 2, 4} and "allowed_token_ids" in result.errors[2]
+    assert result.errors[4] == result.errors[1] == "logits hold NaN"
+
+
 @pytest.mark.parametrize("window", [1, 5, 8])
 def test_blocks_dropped_by_a_window_may_hold_anything(window: int) -> None:
     """The pool gives a dropped block to another request: what is in it must not matter."""
@@ -107,10 +143,13 @@ def test_blocks_dropped_by_a_window_may_hold_anything(window: int) -> None:
     tokens = list(out.token_ids[0])
     table = runner._batch._tables[1][0].tolist()
     dropped = (13 - window + 1) // BLOCK
+    assert dropped > 0
     for start in (13, 14, 15):
         for block in table[:dropped]:
             runner._kv[1][0][block] = float("nan")
         tokens += runner.execute(plan([(0, start, 1, 1)])).token_ids[0]
+        full, sliding = model.tables
+        assert full[0].all() and not sliding[0, :dropped].any(), "what was dropped is the null block, as promised"
     assert tokens == dense_greedy(model, ids, 4)
 
 

@@ -45,6 +45,8 @@ class ToyLM:
         self.window = window
         self.groups = groups
         self.logits_rows: list[int] = []
+        self.tables: list[Tensor] = []
+        """Block tables of the last step, per layer."""
 
     def kv_layout(self) -> KVLayout:
         groups = (KVGroup(name="full", layer_ids=(0,)), KVGroup(name="sliding", layer_ids=(1,), window=self.window))
@@ -54,6 +56,7 @@ class ToyLM:
     def forward(self, batch: ForwardBatch) -> Tensor:
         embedded = self.embedding[batch.token_ids]
         out = embedded * 0.1 + batch.positions[:, None] * 0.01
+        self.tables = [meta.block_table for meta in batch.attention]
         for layer, (keys, _) in batch.kv.items():
             meta = batch.attention[batch.group_of_layer[layer]]
             keys.view(-1, 1, WIDTH)[meta.slot_mapping] = embedded[:, None]
