@@ -41,8 +41,34 @@ def blocks_per_sequence(window: int | None, num_tokens: int, block_size: int, ma
     return min(whole, -(-(window + max_num_batched_tokens) // block_size) + 1)
 
 
+def admissible(num_blocks: int, watermark: float) -> int:
+    """Of a pool's blocks, those a request may take when it is admitted; the scheduler keeps the rest free."""
+    return num_blocks - int(watermark * num_blocks)
+
+
+def with_watermark(count: int, watermark: float) -> int:
+    """The smallest pool of which `count` blocks are admissible."""
+    total = int(count / (1 - watermark))
+    while admissible(total, watermark) < count:
+        total += 1
+    return total
+
+
+def longest_sequence(
+    groups: tuple[GroupDemand, ...], main_blocks: int, block_size: int, max_num_batched_tokens: int, watermark: float
+) -> int | None:
+    """Tokens of the longest sequence that can run alone; None when every group slides and no length is too long."""
+    limits = []
+    for group, count in zip(groups, block_counts(groups, main_blocks), strict=True):
+        usable = admissible(count, watermark)
+        endless = blocks_per_sequence(group.window, 2**62, block_size, max_num_batched_tokens)
+        if group.window is None or usable < endless:
+            limits.append(usable * block_size)
+    return min(limits, default=None)
+
+
 def demands(
-    layout: KVLayout, *, block_size: int, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
+    layout: KVLayout, *, block_size: int, dtype: str, max_num_seqs: int, max_num_batched_tokens: int, watermark: float
 ) -> tuple[GroupDemand, ...]:
     """The layout's groups. The main group (the first without a window, else the first) has no cap: it takes what is given."""
     main = main_group(layout)
@@ -50,7 +76,8 @@ def demands(
     for index, group in enumerate(layout.groups):
         cap = None
         if group.window is not None and index != main:
-            cap = max_num_seqs * (-(-(group.window + max_num_batched_tokens) // block_size) + 1)
+            each = blocks_per_sequence(group.window, 2**62, block_size, max_num_batched_tokens)
+            cap = with_watermark(max_num_seqs * each, watermark)
         size = bytes_per_block(layout, group, block_size, dtype)
         out.append(GroupDemand(name=group.name, window=group.window, bytes_per_block=size, cap=cap))
     return tuple(out)

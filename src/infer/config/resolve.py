@@ -94,6 +94,7 @@ def resolve(
         dtype=cache_dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        watermark=config.cache.watermark,
     )
     main_blocks = _main_blocks(config, limits, footprint, groups, workspace, wanted_len) if groups else 0
     plan = MemoryPlan(
@@ -106,7 +107,14 @@ def resolve(
     _refuse_if_too_big(config, plan, limits)
     max_model_len = wanted_len
     if groups:
-        max_model_len = _fit_length(config, plan, main_blocks, wanted_len, notices)
+        capacity = kv_sizing.longest_sequence(
+            groups,
+            main_blocks,
+            config.cache.block_size,
+            config.scheduler.max_num_batched_tokens,
+            config.cache.watermark,
+        )
+        max_model_len = _fit_length(config, plan, capacity, wanted_len, notices)
     check_whole_prompts(config, max_model_len)
     counts = kv_sizing.block_counts(groups, main_blocks)
     return ResolvedConfig(
@@ -192,17 +200,20 @@ def _main_blocks(
     ceiling = free - footprint.load_transient_bytes - kv_sizing.null_bytes(groups)
     if cache.memory_fraction is not None:
         return kv_sizing.blocks_within(groups, min(int(free * cache.memory_fraction), ceiling))
-    one = -(-wanted_len // cache.block_size)
+    window = next(group.window for group in groups if group.cap is None)
+    tokens = config.scheduler.max_num_batched_tokens
+    one = kv_sizing.blocks_per_sequence(window, wanted_len, cache.block_size, tokens)
     budget = min(free // 2, DEFAULT_CACHE_CAP)
     if config.model.max_model_len is not None:  # a stated length is kept if memory allows it at all
-        budget = max(budget, kv_sizing.usable_bytes(groups, one))
-    enough = one * config.scheduler.max_num_seqs
+        budget = max(budget, kv_sizing.usable_bytes(groups, kv_sizing.with_watermark(one, cache.watermark)))
+    enough = kv_sizing.with_watermark(one * config.scheduler.max_num_seqs, cache.watermark)
     return min(enough, kv_sizing.blocks_within(groups, min(budget, ceiling)))
 
 
-def _fit_length(config: EngineConfig, plan: MemoryPlan, main_blocks: int, wanted_len: int, notices: list[str]) -> int:
-    """The longest sequence the KV cache holds, up to the wanted one. One sequence must fit even when it runs alone."""
-    capacity = main_blocks * config.cache.block_size
+def _fit_length(
+    config: EngineConfig, plan: MemoryPlan, capacity: int | None, wanted_len: int, notices: list[str]
+) -> int:
+    """The longest sequence the KV cache holds when it runs alone, up to the wanted one."""
     size_field = _size_field(config)
     if capacity == 0:
         field = size_field or "cache.memory"
@@ -211,7 +222,7 @@ def _fit_length(config: EngineConfig, plan: MemoryPlan, main_blocks: int, wanted
             f"cache.block_size={config.cache.block_size}",
             fields=(field, "cache.block_size"),
         )
-    if wanted_len <= capacity:
+    if capacity is None or wanted_len <= capacity:
         return wanted_len
     if config.model.max_model_len is not None:
         field = size_field or "cache.memory"

@@ -73,7 +73,9 @@ def test_silence_is_decided() -> None:
     assert (decided.scheduler.in_flight_depth, decided.scheduler.max_num_active_seqs) == (2, 64)
     assert decided.scheduler.max_model_len == 2048
     assert (decided.cache.dtype, decided.cache.prefix_caching) == ("bfloat16", True)
-    assert decided.cache.groups[0].num_blocks == 64 * 128  # max_num_seqs sequences of 2048 tokens, no more
+    # max_num_seqs sequences of 2048 tokens, no more, and the share the scheduler keeps free on top.
+    blocks = decided.cache.groups[0].num_blocks
+    assert blocks - int(blocks * 0.01) == 64 * 128
     assert decided.notices == ()
 
 
@@ -98,7 +100,7 @@ def test_num_blocks_are_those_of_the_full_group() -> None:
 def test_a_sliding_group_stops_at_what_it_can_use() -> None:
     config = EngineConfig(scheduler={"max_num_seqs": 2, "max_num_batched_tokens": 64}, cache={"memory": 8 * 2**20})
     full, sliding = resolve(config, model(), limits(), footprint(kv_layout=TWO_GROUPS)).cache.groups
-    assert sliding.num_blocks == 2 * ((32 + 64) // 16 + 1)
+    assert sliding.num_blocks == 2 * ((32 + 64) // 16 + 1)  # 1 % of 14 blocks is no block
     spent = full.num_blocks * full.bytes_per_block + sliding.num_blocks * sliding.bytes_per_block
     assert 8 * 2**20 - full.bytes_per_block < spent <= 8 * 2**20
 
@@ -145,12 +147,35 @@ def test_a_stated_length_is_never_lowered() -> None:
     assert caught.value.fields == ("model.max_model_len", "cache.memory")
 
 
+def test_the_watermark_counts() -> None:
+    # Of 200 blocks 2 are kept free when a request is admitted: a sequence of 200 blocks could never start.
+    sizes = {"num_blocks": 200}
+    assert (
+        resolve(EngineConfig(cache=sizes), model(max_position=3200), limits(), footprint()).scheduler.max_model_len
+        == 3168
+    )
+    with pytest.raises(ConfigError, match="3168"):
+        resolve(
+            EngineConfig(model={"max_model_len": 3200}, cache=sizes), model(max_position=3200), limits(), footprint()
+        )
+    none = EngineConfig(model={"max_model_len": 3200}, cache={**sizes, "watermark": 0})
+    assert resolve(none, model(max_position=3200), limits(), footprint()).scheduler.max_model_len == 3200
+
+
+def test_a_lone_sliding_group_bounds_no_length() -> None:
+    sliding = KVLayout(groups=(KVGroup(name="s", layer_ids=(0,), window=32),), layers=ONE_GROUP.layers[:1])
+    config = EngineConfig(scheduler={"max_num_batched_tokens": 64}, cache={"num_blocks": 7})
+    assert resolve(config, model(), limits(), footprint(kv_layout=sliding)).scheduler.max_model_len == 2048
+    few = EngineConfig(scheduler={"max_num_batched_tokens": 64}, cache={"num_blocks": 6})
+    assert resolve(few, model(), limits(), footprint(kv_layout=sliding)).scheduler.max_model_len == 96
+
+
 def test_a_stated_length_gets_its_cache_when_memory_allows() -> None:
     # One sequence of 2048 tokens needs 3 MiB; half of what is left is less.
     tight = limits(available_memory=GIB + 68 * 2**20)
     config = EngineConfig(model={"max_model_len": 2048})
     few = footprint(workspace_bytes_per_token=0, logits_bytes_per_row=0)
-    assert resolve(config, model(), tight, few).cache.groups[0].num_blocks >= 128
+    assert resolve(config, model(), tight, few).cache.groups[0].num_blocks >= 129
 
 
 def test_longer_than_the_checkpoint_is_refused() -> None:
@@ -263,5 +288,5 @@ def test_a_model_without_attention_has_no_groups() -> None:
 
 def test_plan_in_words() -> None:
     line = format_memory_plan(resolve(EngineConfig(), model(), limits(), footprint()).memory)
-    assert line.startswith("weights 1.0 GiB + KV cache 192 MiB + workspace ")
+    assert line.startswith("weights 1.0 GiB + KV cache 194 MiB + workspace ")
     assert "of 32.0 GiB available" in line and "\n" not in line
