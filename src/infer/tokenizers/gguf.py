@@ -117,11 +117,11 @@ class _Header:
         merges = self.get("merges")
         if merges is None:
             raise UnsupportedModelError(f"the GGUF's {self.model!r} tokenizer has no tokenizer.ggml.merges to merge by")
-        pairs = []
+        pairs, vocab = [], self.vocab
         for merge in merges:
             cut = merge.find(" ", 1)
             left, right = merge[:cut], merge[cut + 1 :]
-            if cut < 0 or not {left, right, left + right} <= self.vocab.keys():
+            if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
                 raise ModelError(f"tokenizer.ggml.merges holds {merge!r}, which does not join two tokens to a third")
             pairs.append((left, right))
         return pairs
