@@ -224,13 +224,17 @@ def _fallback_bpe(header: _Header, merges: list[tuple[str, str]]) -> Backend:
 
 def merges_by_score(vocab: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """SentencePiece BPE as ranked merges: every split of a piece into two pieces, best piece first."""
-    merges: list[tuple[float, list[tuple[str, str]]]] = []
-    for piece, score in scores.items():
-        splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        pairs = [(left, right) for left, right in splits if left in vocab and right in vocab]
-        merges.append((score, sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))))
-    merges.sort(key=lambda entry: -entry[0])  # stable: equal scores keep the vocabulary's order
-    return [pair for _, pairs in merges for pair in pairs]
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(scores, key=lambda piece: -scores[piece]):  # stable: equal scores keep the vocabulary's order
+        pairs = [
+            (left, right)
+            for cut in range(1, len(piece))
+            if (left := piece[:cut]) in vocab and (right := piece[cut:]) in vocab
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges += pairs
+    return merges
 
 
 def _add_tokens(backend: Backend, header: _Header) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import unicodedata
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from infer.errors import ModelError, UnsupportedModelError
+from infer.tokenizers import gguf, hf
 from infer.tokenizers._fast import FastTokenizer
 from infer.tokenizers._pre_tokenizers import known_pre_tokenizers
 from infer.tokenizers.gguf import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, finds_gguf, from_metadata, load
@@ -281,6 +285,50 @@ def test_user_defined_tokens_match_first_and_stay_in_the_text() -> None:
     assert tokenizer.decode(ids) == "a<think> ab"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<think> ab</s>"
     assert tokenizer.decode(tokenizer.encode("né 😀")) == "né 😀"
+
+
+def test_user_defined_white_space_is_matched_longest_first() -> None:
+    """Gemma's tokens for runs of spaces and newlines, which the file writes with real spaces."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "  ", "   ", "\n", "\n\n"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [UNKNOWN, *[BYTE] * 256, *[NORMAL] * 3, *[USER_DEFINED] * 4],
+        "tokenizer.ggml.scores": [-1000.0] * 257 + [-1.0, -2.0, -3.0] + [-1000.0] * 4,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    tokenizer = from_metadata(metadata)
+    for text, pieces in [
+        ("a a", ["a", "▁a"]),
+        ("a  a", ["a", "  ", "a"]),
+        ("a    a", ["a", "   ", "▁a"]),
+        ("\n\n\na", ["\n\n", "\n", "a"]),
+        (" a", ["▁a"]),
+    ]:
+        ids = tokenizer.encode(text)
+        assert [tokens[id_] for id_ in ids] == pieces
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("module", [gguf, hf])
+def test_the_hook_names_things_that_exist(module: ModuleType) -> None:
+    (spec,) = module.infer_tokenizers()
+    assert spec.factory == f"{module.__name__}:{module.load.__name__}"
+    name, _, probe = spec.probe.partition(":")
+    assert name == module.__name__
+    assert callable(getattr(module, probe))
+
+
+def test_looking_at_the_hooks_imports_no_tokenizer_library() -> None:
+    code = (
+        "import sys, infer.tokenizers.gguf as g, infer.tokenizers.hf as h, infer.text.chat_template, infer.text.stop;"
+        "g.infer_tokenizers(), h.infer_tokenizers();"
+        "print(sorted({'tokenizers', 'jinja2', 'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_the_probe_reads_the_magic(tmp_path: Path) -> None:
