@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.table import Column
 
 from infer.cli.session import Session
 from infer.config.units import format_bytes
@@ -32,10 +33,12 @@ class ProgressDisplay:
         if self._open and self._session.err.is_terminal:
             self._bars = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
-                DownloadColumn(binary_units=True),
-                TransferSpeedColumn(),
-                TextColumn("{task.fields[detail]}", style="dim"),
+                BarColumn(20),
+                DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
+                TransferSpeedColumn(table_column=Column(no_wrap=True)),
+                TextColumn(
+                    "{task.fields[detail]}", style="dim", table_column=Column(no_wrap=True, overflow="ellipsis")
+                ),
                 console=self._session.err,
                 transient=True,
             )
