@@ -81,10 +81,10 @@ def write_checkpoint(directory: Path, config: dict[str, Any], seed: int = 0, **s
     return directory
 
 
-def engine_config(model: Path | str, **sections: Any) -> EngineConfig:
+def engine_config(path: Path | str, /, **sections: Any) -> EngineConfig:
     """fp32, one thread, 8 slots, 512 blocks of 16: small and exact. Sections are merged over that."""
     chosen: dict[str, Any] = {
-        "model": {"ref": str(model), "dtype": "float32"},
+        "model": {"ref": str(path), "dtype": "float32"},
         "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
         "cache": {"num_blocks": 512},
         "platform": {"threads": 1},
@@ -96,9 +96,9 @@ def engine_config(model: Path | str, **sections: Any) -> EngineConfig:
     return EngineConfig(**chosen)
 
 
-def serve(model: Path | str, **sections: Any) -> BlockingEngine:
+def serve(path: Path | str, /, **sections: Any) -> BlockingEngine:
     """The engine behind a plain `with`: `generate_many` runs its prompts together."""
-    return Engine.blocking(engine_config(model, **sections))
+    return Engine.blocking(engine_config(path, **sections))
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:

@@ -11,7 +11,18 @@ import pytest
 
 from infer import Engine, SamplingParams
 
-from .engine_support import ARCHITECTURES, Oracle, engine_config, greedy, ids, prompt, record, same_tokens, serve, write_checkpoint
+from .engine_support import (
+    ARCHITECTURES,
+    Oracle,
+    engine_config,
+    greedy,
+    ids,
+    prompt,
+    record,
+    same_tokens,
+    serve,
+    write_checkpoint,
+)
 
 BLOCK = 16
 SHARED = prompt(100, seed=21)
