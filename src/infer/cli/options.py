@@ -41,7 +41,7 @@ _COMMON = ("config_file", "debug", "log_level", "log_json", "quiet")
 def with_options(
     *, sections: tuple[str, ...] | None = None, sampling: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the shared options.
+    """Give a command the shared options. `sections` None: all settings but the server's.
 
     The command's first parameter is the `Session`; where it names them, `config` is the merged `EngineConfig`, `model`
     the positional model reference (checked against --model.ref) and `params` the `SamplingParams` that were given.
@@ -49,7 +49,9 @@ def with_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        offered = [flag for flag in flags() if sections is None or flag.section in sections]
+        offered = [
+            flag for flag in flags() if (flag.section != "api" if sections is None else flag.section in sections)
+        ]
         visible = [p for p in own if p.name not in ("config", "params")]
 
         def wrapper(ctx: typer.Context, **values: Any) -> None:

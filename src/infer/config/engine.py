@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from infer.config.env import read_environment
 from infer.config.units import parse_bytes
@@ -127,6 +127,60 @@ class PluginsSection(Section):
     """Which distribution wins a name that several register: {"kind:name": "distribution"}."""
 
 
+class ApiSection(Section):
+    """The HTTP server; an engine without a server ignores it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 or :: is every interface."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
+    uds: str | None = None
+    """Path of a unix socket to listen on instead of host and port."""
+    fd: Annotated[int, Field(ge=0)] | None = None
+    """Descriptor of a bound socket to listen on instead of host and port, as a service manager hands it over."""
+    tls_cert: str | None = None
+    """Certificate chain in PEM; with tls_key the server speaks HTTPS."""
+    tls_key: str | None = None
+    """Private key in PEM."""
+    served_model_names: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Names that requests may use for the model, the first in replies; empty: the model reference."""
+    api_keys: Annotated[tuple[SecretStr, ...], BeforeValidator(_listed)] = ()
+    """Keys that requests must show one of, as "Authorization: Bearer KEY". Never logged; other users of the machine
+    can read a command line, so prefer api_key_file or the environment."""
+    api_key_file: str | None = None
+    """File with one key per line, in addition to api_keys."""
+    cors_origins: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Origins whose web pages may call the server, besides its own; "*" is every origin."""
+    unknown_fields: Literal["refuse", "notice"] = "refuse"
+    """What happens to a request with a field nobody knows: 400 naming it, or a notice in the response headers."""
+    max_body_bytes: Annotated[int, Field(ge=1024), BeforeValidator(parse_bytes)] = 32 * 2**20
+    """Longest request body in bytes, or in words ("32MiB"); longer ones are refused with 413."""
+    max_header_bytes: Annotated[int, Field(ge=1024), BeforeValidator(parse_bytes)] = 32 * 2**10
+    """Longest request head in bytes; longer ones are refused with 431."""
+    max_concurrent_requests: Annotated[int, Field(ge=1)] = 2048
+    """HTTP requests in progress; further ones are refused with 429. scheduler.max_num_waiting bounds the engine's queue."""
+    max_logprobs: Annotated[int, Field(ge=0)] = 20
+    """Most alternatives per token that a request may ask for."""
+    request_deadline: Annotated[float, Field(gt=0)] | None = None
+    """Seconds after which a request ends with what it has. None: no limit."""
+    body_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds a client may take to send a request body."""
+    write_timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds a client may leave a stream unread before it is dropped."""
+    idle_timeout: Annotated[float, Field(gt=0)] = 75.0
+    """Seconds an idle connection is kept."""
+    sse_keep_alive: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds of silence in a stream after which a comment is sent."""
+    drain_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that running requests have to finish after a stop was asked for."""
+    health_deadline: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds without a completed step, while there is work, after which /health turns red."""
+    force_include_usage: bool = False
+    """Send token usage at the end of every stream, asked for or not."""
+    admin: bool = False
+    """Serve the routes that act on the whole server (resetting caches, aborting requests)."""
+
+
 def _reference(value: object) -> object:
     return {"ref": value} if isinstance(value, str) else value
 
@@ -140,6 +194,7 @@ class EngineConfig(Section):
     platform: PlatformSection = PlatformSection()
     numerics: NumericsSection = NumericsSection()
     plugins: PluginsSection = PluginsSection()
+    api: ApiSection = ApiSection()
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -181,6 +236,15 @@ def check_together(config: EngineConfig) -> None:
             f"cache.radix_cache={cache.radix_cache} and cache.prefix_caching={cache.prefix_caching} name the same thing "
             "and must agree; give one of them",
             fields=("cache.radix_cache", "cache.prefix_caching"),
+        )
+    api = config.api
+    if (api.tls_cert is None) != (api.tls_key is None):
+        raise ConfigError(
+            "api.tls_cert and api.tls_key belong together; give both or neither", fields=("api.tls_cert", "api.tls_key")
+        )
+    if api.uds is not None and api.fd is not None:
+        raise ConfigError(
+            f"api.uds={api.uds!r} and api.fd={api.fd} are two places to listen; give one", fields=("api.uds", "api.fd")
         )
     sizes = [name for name in ("memory", "num_blocks", "memory_fraction") if getattr(cache, name) is not None]
     if len(sizes) > 1:

@@ -32,6 +32,18 @@ ALIASES: dict[str, str] = {
     "--gpu-memory-utilization": "cache.memory_fraction",
     "--kv-cache-dtype": "cache.dtype",
     "--enable-prefix-caching": "cache.prefix_caching",
+    "--host": "api.host",
+    "--port": "api.port",
+    "--uds": "api.uds",
+    "--ssl-certfile": "api.tls_cert",
+    "--ssl-keyfile": "api.tls_key",
+    "--served-model-name": "api.served_model_names",
+    "--allowed-origins": "api.cors_origins",
+    "--h11-max-incomplete-event-size": "api.max_header_bytes",
+    "--api-key": "api.api_keys",
+    "--max-logprobs": "api.max_logprobs",
+    "--shutdown-timeout": "api.drain_seconds",
+    "--enable-force-include-usage": "api.force_include_usage",
 }
 """Flag names of vLLM's serve command that mean one of our settings."""
 
@@ -41,7 +53,7 @@ _LORA = "infer does not serve LoRA adapters yet"
 _MULTIMODAL = "infer takes text only"
 _CUDA = "it tunes CUDA; infer has no such knob"
 _SAMPLING = "sampling is a matter of each request: see SamplingParams"
-_SERVER = "infer has no server yet"
+_SERVER = "infer's server has no such setting; see the api settings"
 _OBSERVE = "infer does not export this yet"
 _CODE = "infer never runs code from a checkpoint"
 
@@ -60,7 +72,6 @@ REFUSED: dict[str, str] = {
     "--enforce-eager": "there are no graphs to switch off",
     "--quantization": "the checkpoint says how it is quantised",
     "--load-format": "the checkpoint's files say what they are",
-    "--max-logprobs": "SamplingParams.logprobs is bounded by the vocabulary only",
     "--logprobs-mode": _SAMPLING,
     "--override-generation-config": _SAMPLING,
     "--logits-processors": _LATER,
@@ -75,7 +86,6 @@ REFUSED: dict[str, str] = {
     "--enable-log-requests": "prompts are never logged at the default level; see --log-level",
     "--disable-log-requests": "prompts are never logged at the default level; see --log-level",
     "--uvicorn-log-level": "use --log-level",
-    "--served-model-name": _SERVER,
     "--config-format": "the checkpoint's files say what they are",
     "--attention-backend": "use --platform.name; a platform brings its own kernels",
     "--reasoning-parser": _LATER,
@@ -120,14 +130,14 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _SERVER,
-        "host port uds allow-credentials allowed-origins allowed-methods allowed-headers api-key ssl-keyfile "
-        "ssl-certfile ssl-ca-certs enable-ssl-refresh ssl-cert-reqs ssl-ciphers root-path middleware "
-        "enable-request-id-headers disable-fastapi-docs h11-max-incomplete-event-size h11-max-header-count "
+        "allow-credentials allowed-methods allowed-headers "
+        "ssl-ca-certs enable-ssl-refresh ssl-cert-reqs ssl-ciphers root-path middleware "
+        "enable-request-id-headers disable-fastapi-docs h11-max-header-count "
         "enable-offline-docs disable-uvicorn-access-log disable-access-log-for-endpoints "
         "chat-template-content-format trust-request-chat-template default-chat-template-kwargs response-role "
         "return-tokens-as-token-ids enable-auto-tool-choice exclude-tools-when-tool-choice-none tool-call-parser "
         "tool-parser-plugin tool-server enable-prompt-tokens-details enable-server-load-tracking "
-        "enable-force-include-usage enable-tokenizer-info-endpoint tokens-only shutdown-timeout "
+        "enable-tokenizer-info-endpoint tokens-only "
         "enable-per-request-metrics fingerprint-mode fingerprint-value log-error-stack",
     ),
     (

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
+from infer.engine.prompts import PromptEncoder
 from infer.engine.step import SamplingSpec
 from infer.errors import ContextLengthError, InvalidRequestError
 from infer.types import Prompt, SamplingParams
@@ -22,9 +21,6 @@ from infer.types import Prompt, SamplingParams
 if TYPE_CHECKING:
     from infer.plugins.tokenizer import Tokenizer
     from infer.text.chat_template import ChatTemplate
-
-_LONG_TEXT = 20_000
-"""Characters from which tokenizing is worth a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ class Admission:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._template = template
+        self.prompts = PromptEncoder(tokenizer, template)
         self._use_generation_config = use_generation_config
         self._max_num_seqs = scheduler.max_num_seqs
         self.max_model_len = max_model_len
@@ -71,7 +67,7 @@ class Admission:
                 f"params is {type(params).__name__}, not SamplingParams", parameter="params", value=params
             )
         params, defaults = self._with_defaults(params or SamplingParams())
-        prompt_ids = await self._encode(prompt, tools)
+        prompt_ids = await self.prompts.encode(prompt, tools=tools)
         max_tokens = self._check_length(len(prompt_ids), params)
         self._check_ids(prompt_ids, params)
         stop_ids: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
@@ -101,53 +97,6 @@ class Admission:
             return params, used
         values = {name: getattr(params, name) for name in given}
         return SamplingParams(**(values | filled)), used
-
-    async def _encode(self, prompt: Prompt, tools: Sequence[dict[str, Any]] | None) -> list[int]:
-        if isinstance(prompt, str):
-            if tools:
-                raise InvalidRequestError("tools need chat messages, not a raw prompt", parameter="tools")
-            return await self._encode_text(prompt, add_special_tokens=True)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise InvalidRequestError(
-                f"prompt is {type(prompt).__name__}; give text, a list of token ids or a list of chat messages",
-                parameter="prompt",
-                value=prompt,
-            )
-        if prompt and isinstance(prompt[0], dict):
-            text = self._render(prompt, tools)
-            # The template writes BOS and every other special token itself.
-            return await self._encode_text(text, add_special_tokens=False)
-        for index, token_id in enumerate(prompt):
-            if type(token_id) is not int:
-                raise InvalidRequestError(
-                    f"prompt[{index}]={token_id!r} is not a token id", parameter="prompt", value=token_id
-                )
-        return list(prompt)  # type: ignore[arg-type]
-
-    def _render(self, messages: Sequence[Any], tools: Sequence[dict[str, Any]] | None) -> str:
-        if self._template is None:
-            raise InvalidRequestError(
-                "the model has no chat template: give raw text, or set model.chat_template", parameter="messages"
-            )
-        last = messages[-1]
-        continues = isinstance(last, dict) and last.get("role") == "assistant"
-        return self._template.render(
-            list(messages),
-            tools=list(tools) if tools else None,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-        )
-
-    async def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"the prompt is not valid Unicode: {error.reason}", parameter="prompt") from None
-        if len(text) < _LONG_TEXT:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await anyio.to_thread.run_sync(
-            lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        )
 
     def _check_length(self, prompt_len: int, params: SamplingParams) -> int:
         limit = self.max_model_len

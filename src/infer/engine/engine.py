@@ -22,6 +22,7 @@ from infer.engine import startup
 from infer.engine.admission import Admission, Admitted, deadline_at, refuse_unavailable
 from infer.engine.blocking import BlockingEngine
 from infer.engine.outputs import Outbox
+from infer.engine.prompts import PromptEncoder
 from infer.engine.request import Request
 from infer.engine.startup import EngineParts, Start
 from infer.engine.statistics import EngineStatistics, statistics
@@ -140,6 +141,12 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._open_parts().tokenizer
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        """What prompts become: rendering and encoding without running."""
+        self._open_parts()
+        return self._admission.prompts
 
     @property
     def max_model_len(self) -> int:
