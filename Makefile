@@ -26,7 +26,7 @@ help:
 	@echo "make clean       remove .venv, results and caches"
 
 demo: $(STAMP)
-	@$(BIN)/infer run "$(QUESTION)"
+	@$(BIN)/infer run --temperature 0 "$(QUESTION)"
 
 test: lint test-fast
 

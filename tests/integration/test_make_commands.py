@@ -74,7 +74,7 @@ def test_installs_once_and_again_when_the_requirements_change(clone: Path) -> No
     python = "PYTHON=" + fake_python(clone, INSTALLER)
     log = clone / "pip.log"
     first = make(clone, "demo", python, "QUESTION=Why?")
-    assert "asked: run Why?" in first.stdout, first.stderr
+    assert "asked: run --temperature 0 Why?" in first.stdout, first.stderr
     assert log.read_text("utf-8").count("-c constraints.txt -e .[dev]") == 1
     make(clone, "demo", python)
     assert len(log.read_text("utf-8").splitlines()) == 1
