@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.engine.sampling.draw import invert
+from infer.engine.sampling.draw import BLOCK, invert
 from infer.engine.sampling.ranking import best_ids, best_values
 from infer.engine.sampling.sampler import Sampled, sample
 from infer.engine.step import SamplingSpec
@@ -88,6 +88,23 @@ def test_the_ends_of_the_unit_interval_draw_tokens_of_positive_weight(width: int
     drawn = int(invert(weights, torch.tensor([number], dtype=torch.float64))[0])
     positive = weights[0].nonzero().flatten().tolist()
     assert drawn == (positive[0] if number == 0 else positive[-1])
+
+
+def test_a_target_on_the_border_of_a_block_draws_no_token_of_weight_zero() -> None:
+    """Sums within a block and over blocks round differently; the search must not fall between them."""
+    weights = torch.zeros(5000, 2 * BLOCK + 1, dtype=torch.float32)
+    # exponents far enough apart that sums round in double
+    weights[:, :BLOCK] = torch.exp(-25 * torch.rand(5000, BLOCK, generator=torch.Generator().manual_seed(0)))
+    weights[:, -1] = 1e-7
+    sums = weights.view(5000, -1)[:, :BLOCK].sum(dim=-1, dtype=torch.float64)
+    totals = weights.sum(dim=-1, dtype=torch.float64)
+    for nudge in range(-3, 4):
+        numbers = sums / totals
+        for _ in range(abs(nudge)):
+            numbers = torch.nextafter(numbers, torch.full_like(numbers, float(nudge > 0)))
+        drawn = invert(weights, numbers)
+        assert bool((weights.gather(1, drawn[:, None]) > 0).all())
+        assert set(drawn.tolist()) <= {BLOCK - 1, 2 * BLOCK}
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=400), st.data())

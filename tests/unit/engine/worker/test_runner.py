@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
+from infer.engine.sampling.philox import uniforms
 from infer.engine.step import SamplingSpec, SlotAdmission, StepResult
 from infer.engine.worker.runner import storage_bytes
 from unit.engine.worker.toy_causal_lm import (
@@ -35,6 +39,19 @@ def test_a_request_alone_gives_the_tokens_of_the_dense_reference() -> None:
     assert tokens == dense_greedy(model, [5, 9, 11, 2, 40], 12)
     assert all(result.errors == {} and result.logprobs == [None] for result in results)
     assert results[3].step_id == 3
+
+
+def test_draws_are_keyed_by_seed_and_output_position() -> None:
+    """The oracle: Philox, an exact cumulative sum, and the dense logits."""
+    model, ids = ToyLM(), [5, 9, 11]
+    spec = SamplingSpec(seed=2**62 + 5, temperature=2.0)
+    tokens, _ = generate(toy_runner(model), ids, spec, 12)
+    numbers = uniforms(np.full(12, spec.seed, dtype=np.uint64), np.arange(12, dtype=np.uint64))
+    for position, number in enumerate(numbers.tolist()):
+        logits = model.dense_logits(ids + tokens[:position])[-1].double()
+        sums = list(itertools.accumulate(torch.softmax(logits / 2.0, dim=-1).tolist()))
+        assert tokens[position] == next(i for i, total in enumerate(sums) if total > number)
+    assert len(set(tokens)) > 4
 
 
 def test_rows_come_back_in_the_plans_order_when_prefill_precedes_decode() -> None:
