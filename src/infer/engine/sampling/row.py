@@ -61,6 +61,13 @@ class SamplingRow:
     """The last ids of prompt and output, as many as the longest bad word can match."""
     tail_len: int = 0
 
+    @property
+    def token_counts(self) -> TokenCounts:
+        """Of a row that has a penalty."""
+        if self.counts is None:
+            raise ValueError("a row without penalties counts no tokens")
+        return self.counts
+
     def accept(self, token_id: int) -> None:
         """Take a sampled id into counts and tail."""
         if self.counts is not None:
@@ -92,7 +99,7 @@ def make_row(
     row.tail_len = max((len(word) - 1 for word in spec.bad_words), default=0)
     row.tail = list(token_ids[-row.tail_len :]) if row.tail_len else []
     if features & Feature.NEEDS_COUNTS:
-        row.counts = TokenCounts(token_ids, prompt_len, device)
+        row.counts = TokenCounts(token_ids, prompt_len)
     return row
 
 

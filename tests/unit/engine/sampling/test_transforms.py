@@ -101,7 +101,7 @@ def test_every_setting_has_its_feature_and_greedy_has_none() -> None:
 
 
 def test_token_counts_grow_like_a_counter() -> None:
-    counts = TokenCounts([5, 6, 5, 7, 7], 3, CPU)
+    counts = TokenCounts([5, 6, 5, 7, 7], 3)
     for token_id in [7, 5, *range(100, 400)]:
         counts.add(token_id)
     held = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
