@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from infer.plugins.platform import AttentionMetadata
 
-DECODE_TOKENS = 1 << 16
+DECODE_TOKENS = 1 << 15
 """Most cache positions gathered at once for decode rows; bounds the copy."""
 PREFILL_QUERIES = 512
 """Queries of one prefill row per call when a mask is needed; bounds the mask."""
