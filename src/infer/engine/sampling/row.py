@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntFlag
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them could overflow, and the limit is the same token."""
 
 
-class Feature(IntFlag):
-    """What a row needs beside one argmax. 0 is the fast path."""
+class Feature(IntEnum):
+    """What a row needs beside one argmax, as bits; 0 is the fast path. (Not `IntFlag`: its `&` costs ten times an int's.)"""
 
     ALLOWED = 1
     BAD_WORDS = 2
@@ -37,10 +37,15 @@ class Feature(IntFlag):
     MIN_P = 1024
     LOGPROBS = 2048
     PROMPT_LOGPROBS = 4096
-    NEEDS_COUNTS = REPETITION | OUTPUT_PENALTIES
-    STATEFUL = NEEDS_COUNTS | BAD_WORDS
-    PROCESSED = ALLOWED | BAD_WORDS | BIAS | MIN_TOKENS | NEEDS_COUNTS | RANDOM | TEMPERATURE | TOP_K | TOP_P | MIN_P
-    SAMPLER = PROCESSED | LOGPROBS
+
+
+NEEDS_COUNTS = Feature.REPETITION | Feature.OUTPUT_PENALTIES
+STATEFUL = NEEDS_COUNTS | Feature.BAD_WORDS
+"""Rows that must hear of each sampled token."""
+PROCESSED = Feature.LOGPROBS - 1
+"""Rows whose logits change or that draw: everything before LOGPROBS."""
+SAMPLER = PROCESSED | Feature.LOGPROBS
+"""Rows that the sampler must know more of than their logits."""
 
 
 @dataclass(slots=True)
@@ -98,7 +103,7 @@ def make_row(
         _ids("bad_words", word, vocab_size, torch.device("cpu"))
     row.tail_len = max((len(word) - 1 for word in spec.bad_words), default=0)
     row.tail = list(token_ids[-row.tail_len :]) if row.tail_len else []
-    if features & Feature.NEEDS_COUNTS:
+    if features & NEEDS_COUNTS:
         row.counts = TokenCounts(token_ids, prompt_len)
     return row
 

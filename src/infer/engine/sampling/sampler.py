@@ -5,7 +5,9 @@ Runs in the worker thread; owns nothing. A row that cannot be sampled fails alon
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +29,7 @@ from infer.engine.sampling import (
 from infer.engine.sampling.draw import draw
 from infer.engine.sampling.logprobs import position_logprobs
 from infer.engine.sampling.ranking import argmax
-from infer.engine.sampling.row import Feature, SamplingRow
+from infer.engine.sampling.row import PROCESSED, Feature, SamplingRow
 from infer.engine.step import PositionLogprobs
 
 Transform = Callable[[Tensor, Sequence[int], Sequence[SamplingRow]], None]
@@ -75,7 +77,7 @@ def workspace_bytes(vocab_size: int) -> int:
 def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
     """(raw float32 [M, V], a row each or None when every row is plain greedy) -> ids. `logits` stay as they are."""
     best = logits.amax(dim=-1)
-    plain = rows is None or any(not row.features & Feature.PROCESSED for row in rows)
+    plain = rows is None or any(not row.features & PROCESSED for row in rows)
     result = Sampled(argmax(logits) if plain else [NO_TOKEN] * len(logits))
     healthy = torch.isfinite(best)
     if not bool(healthy.all()):
@@ -83,7 +85,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
             _fail(result, i, _diagnose(float(best[i])))
     if rows is not None:
         size = chunk_rows(logits.shape[-1])
-        for index in _chunks(rows, Feature.PROCESSED, result, size):
+        for index in _chunks(rows, PROCESSED, result, size):
             _sample_chunk(logits, index, rows, result)
         for index in _chunks(rows, Feature.LOGPROBS, result, size):
             _report_raw(logits, index, rows, result)
@@ -92,13 +94,14 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
 
 def process(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Apply every transform the rows ask for, in place, in `ORDER`."""
+    features = [row.features for row in rows]
+    wanted = functools.reduce(operator.or_, features, 0)
     for feature, transform in ORDER:
-        index = [i for i, row in enumerate(rows) if row.features & feature]
-        if index:
-            transform(logits, index, rows)
+        if wanted & feature:
+            transform(logits, [i for i, own in enumerate(features) if own & feature], rows)
 
 
-def _chunks(rows: Sequence[SamplingRow], feature: Feature, result: Sampled, size: int) -> Iterator[list[int]]:
+def _chunks(rows: Sequence[SamplingRow], feature: int, result: Sampled, size: int) -> Iterator[list[int]]:
     index = [i for i, row in enumerate(rows) if row.features & feature and i not in result.errors]
     for start in range(0, len(index), size):
         yield index[start : start + size]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.config.model import KVLayout
-from infer.engine.sampling.row import Feature, SamplingRow, make_row
+from infer.engine.sampling.row import SAMPLER, STATEFUL, Feature, SamplingRow, make_row
 from infer.engine.step import SlotAdmission, StepPlan
 from infer.errors import InvalidRequestError
 from infer.plugins.model import ForwardBatch
@@ -155,7 +155,7 @@ class InputBatch:
     def sampling_rows(self, draws: Draws) -> list[SamplingRow] | None:
         """Sampling state of the draws, output positions set; None when all of them are plain greedy."""
         slots = draws.slots
-        if not int(np.bitwise_or.reduce(self._features[slots], initial=0)) & int(Feature.SAMPLER):
+        if not int(np.bitwise_or.reduce(self._features[slots], initial=0)) & SAMPLER:
             return None
         output_positions = draws.ends - self._prompt_lens[slots]
         chosen = []
@@ -168,7 +168,7 @@ class InputBatch:
     def prompt_logprob_rows(self, rows: StepRows) -> list[tuple[int, Tensor]]:
         """(row, [n] the prompt ids predicted in this step) of each row that asked for them; the row's first n tokens
         predict them."""
-        wanted = np.flatnonzero(self._features[rows.slots] & int(Feature.PROMPT_LOGPROBS))
+        wanted = np.flatnonzero(self._features[rows.slots] & Feature.PROMPT_LOGPROBS)
         found = []
         for i in wanted.tolist():
             slot, start = int(rows.slots[i]), int(rows.starts[i])
@@ -197,7 +197,7 @@ class InputBatch:
         flat = torch.from_numpy(slots * self._width + draws.ends[good])
         values = torch.tensor(drawn, dtype=torch.int32)
         self._tokens.view(-1)[flat.to(self._device)] = values.to(self._device)
-        stateful = np.flatnonzero(self._features[slots] & int(Feature.STATEFUL))
+        stateful = np.flatnonzero(self._features[slots] & STATEFUL)
         for i in stateful.tolist():
             self.row(int(slots[i])).accept(drawn[i])
 
