@@ -91,6 +91,11 @@ class SamplingParams(BaseModel):
             raise ValueError("allowed_token_ids is empty: no token could be sampled")
         if any(not word for word in self.bad_words):
             raise ValueError("bad_words holds an empty string")
+        for word in self.bad_words:
+            try:
+                word.encode()
+            except UnicodeEncodeError as error:  # half a surrogate pair: no tokenizer takes it
+                raise ValueError(f"bad_words holds {word!r}, which is not valid Unicode: {error.reason}") from None
         return self
 
 
