@@ -287,7 +287,7 @@ def check_poison(model: Path, count: int, seed: int) -> None:
     same_tokens(solo.token_ids, Oracle.random(ARCHITECTURES["llama"]).greedy(HEALTHY, 16))
     outcomes, planted, healthy = anyio.run(poison, model, count, seed)
     assert outcomes.total() == count
-    assert all(completion.token_ids == solo.token_ids for completion in healthy) and len(healthy) > count // 20
+    assert all(completion.token_ids == solo.token_ids for completion in healthy) and len(healthy) > count // 100
     # Both kinds of end were seen, and what the worker was given to choke on ended as a failed step of its own.
     assert outcomes["length"] > count // 20 and outcomes["InvalidRequestError"] > count // 4
     assert outcomes["ContextLengthError"] and outcomes["StepError"] and planted.total() >= outcomes["StepError"]
