@@ -54,7 +54,8 @@ class KVCacheManager:
         self.prefix_caching = cache.prefix_caching and bool(cache.groups)
         self.groups: tuple[CacheGroup, ...] = cache.groups
         self.pools = [BlockPool(group.num_blocks, record_events=record_events) for group in cache.groups]
-        self.watermarks = [int(cache.watermark * group.num_blocks) for group in cache.groups]
+        # A sliding pool is sized for what its requests hold at most; a reserve could keep even the only one out for ever.
+        self.watermarks = [0 if group.window else int(cache.watermark * group.num_blocks) for group in cache.groups]
         self.stats = PrefixStats()
         self._root = root_hash(model_identity)
         self._expired: list[tuple[BlockPool, list[int]]] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from step_driver import PlannedFailure, StepDriver, cache_config, expected_tokens, fetch, full_group, output
 
 from infer.engine.request import Request, Status
 from infer.engine.step import StepPlan
 from infer.errors import StepError
+from step_driver import PlannedFailure, StepDriver, cache_config, expected_tokens, fetch, full_group, output
 
 
 def fail_steps(driver: StepDriver, *step_ids: int) -> None:

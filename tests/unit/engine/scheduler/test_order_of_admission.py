@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from step_driver import StepDriver, cache_config, expected_tokens, full_group, output
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from step_driver import StepDriver, cache_config, expected_tokens, fetch, full_group, output
 
 from infer.engine.request import Request, Status
+from step_driver import StepDriver, cache_config, expected_tokens, fetch, full_group, output
 
 
 def test_case_07_late_output_of_a_preempted_request_is_recorded_once() -> None:
@@ -138,7 +138,7 @@ def test_reserved_prompts_are_never_preempted_during_prefill(reserve: bool) -> N
     for index in range(6):
         driver.add([index, *range(70)], 40)
     lost_in_prefill = 0
-    known = {request: (0, False) for request in driver.requests}
+    known = dict.fromkeys(driver.requests, (0, False))
     while True:
         for request in driver.requests:
             known[request] = (request.num_preemptions, request.is_prefilling)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from step_driver import StepDriver, cache_config, expected_tokens, fetch, full_group, output
 
 from infer.errors import StepError
+from step_driver import StepDriver, cache_config, expected_tokens, fetch, full_group, output
 
 STOP = 42
 
