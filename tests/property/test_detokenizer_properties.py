@@ -20,6 +20,15 @@ EMOJI = "😀👩‍👩‍👧🇳🇴é ½你好"
 SPECIAL, ADDED = "<|end|>", ["<tool>", "  ", "né", "日"]
 
 
+def byte_char(byte: int) -> str:
+    """The printable stand-in of a byte, as the library makes it from the character with that byte last."""
+    text = bytes([0xC3, byte]).decode() if 0x80 <= byte < 0xC0 else chr(byte)
+    if byte >= 0xC0:
+        return chr(byte)  # printable Latin-1 stands for itself
+    piece = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]
+    return piece[-1]
+
+
 @lru_cache
 def byte_level() -> Tokenizer:
     """One token per byte, merges for some pairs of bytes (inside characters too), special and added tokens."""
@@ -32,6 +41,8 @@ def byte_level() -> Tokenizer:
         if merged not in vocab:
             vocab[merged] = len(vocab)
             merges.append((pieces[0], pieces[1]))
+    for odd in ("\xbc\xff", "\x98\x80\xe2", "\xbc\xc3", "\xbc\xf0\xffx"):  # ends one character, breaks the next
+        vocab["".join(byte_char(ord(byte)) for byte in odd)] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,6 +112,7 @@ def ids_of(tokenizer: Tokenizer, *, beyond: int = 3) -> st.SearchStrategy[list[i
     """Random ids, with some that no token stands behind, mixed with the ids of real text."""
     random = st.lists(st.integers(0, tokenizer.get_vocab_size() + beyond - 1), max_size=12)
     texts = st.text(alphabet=EMOJI + "hel wo", max_size=6).map(lambda text: byte_ids(tokenizer, text))
+    texts |= st.builds(lambda ids, cut: ids[:cut], texts, st.integers(-3, -1))  # ends inside a character
     return st.lists(st.one_of(random, texts), max_size=4).map(lambda parts: [id_ for part in parts for id_ in part])
 
 
@@ -132,6 +144,7 @@ def test_byte_level_increments_join_to_the_full_decode(ids: list[int], skip: boo
 @given(prompt=ids_of(byte_level()), output=ids_of(byte_level()), skip=st.booleans())
 @example(prompt=byte_ids(byte_level(), "secret 😀")[:-1], output=byte_ids(byte_level(), "😀")[-1:], skip=True)
 @example(prompt=byte_ids(byte_level(), "secret 😀")[:-1], output=byte_ids(byte_level(), "x"), skip=True)
+@example(prompt=byte_ids(byte_level(), "ü")[:-1], output=[byte_level().token_to_id("¼ÿ")], skip=True)
 def test_output_text_is_what_the_output_adds_to_the_prompt(prompt: list[int], output: list[int], skip: bool) -> None:
     before = byte_level().decode(prompt, skip_special_tokens=skip)
     whole = byte_level().decode(prompt + output, skip_special_tokens=skip)

@@ -228,13 +228,8 @@ class WindowDecodeStream:
 
     def _take(self, text: str) -> str:
         new = text[len(self._read) :]
-        # The next window starts with the ids just delivered, unless they decode to nothing by themselves: rules for
-        # the first token (a stripped space) must not meet a token that is not the first.
-        recent = self._ids[self._num_read :]
-        read = self._decode(recent)
-        if read:
-            self._ids, self._read = recent, read
-        else:
-            self._read = text
+        # The next window starts with the ids just delivered: enough for what a decoder does to the first token.
+        self._ids = self._ids[self._num_read :]
+        self._read = self._decode(self._ids)
         self._num_read = len(self._ids)
         return new

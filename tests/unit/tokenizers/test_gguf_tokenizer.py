@@ -232,6 +232,28 @@ def test_every_kind_builds_and_round_trips(kind: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_kinds_that_normalise() -> None:
+    """transformers' Qwen2, Cohere and GPT-NeoX classes normalise to NFC; GPT-2, Llama 3 and StarCoder do not."""
+    composes = {}
+    for kind in known_pre_tokenizers():
+        tokenizer = from_metadata(byte_level_metadata(kind))
+        composes[kind] = tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
+    nfc = {kind for kind, composed in composes.items() if composed}
+    assert {"qwen2", "qwen35", "command-r", "mpt", "olmo"} <= nfc
+    assert not nfc & {"gpt-2", "llama-bpe", "starcoder", "smollm", "falcon", "tekken", "gpt-4o", "deepseek-v3"}
+
+
+def test_unknown_characters_in_a_row_are_one_unknown_token() -> None:
+    """As sentencepiece does where a vocabulary has no byte tokens."""
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "▁", "a"],
+        "tokenizer.ggml.token_type": [UNKNOWN, CONTROL, CONTROL, NORMAL, NORMAL],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -1.0, -2.0],
+    }
+    assert from_metadata(metadata).encode("aéüa") == [1, 3, 4, 0, 4]
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
