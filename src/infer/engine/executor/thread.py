@@ -83,7 +83,11 @@ class ThreadExecutor:
 
     async def start(self, build: Callable[[], Worker]) -> None:
         """Build the worker on the thread."""
-        self._worker = await self.call(build)
+
+        def keep() -> None:  # also when nobody waits for it any more: `aclose` frees it
+            self._worker = build()
+
+        await self.call(keep)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the thread between steps. If the wait is cancelled the function still runs to its end."""
@@ -97,19 +101,29 @@ class ThreadExecutor:
 
     async def aclose(self) -> None:
         """Wait for the running step, drop queued ones, close the worker on its thread and join it. Not cancellable."""
-        self._closing = True
         with anyio.CancelScope(shield=True):
-            if self._worker is not None and self._death is None:
-                worker, self._worker = self._worker, None
-                job = self._post(worker.close, even_when_closing=True)
-                self._jobs.put(None)
-                try:
-                    await job.wait()
-                finally:
-                    await anyio.to_thread.run_sync(self._thread.join)
-            else:
-                self._jobs.put(None)
+            if self._closing:
+                return
+            with self._lock:
+                self._closing = True
+                self._drop_queued(EngineDeadError("the executor is closed"))
+            closing = self._post(self._close_worker, even_when_closing=True)
+            self._jobs.put(None)
+            try:
+                with suppress(EngineDeadError):  # a dead thread was told to those who waited for it
+                    await closing.wait()
+            finally:
                 await anyio.to_thread.run_sync(self._thread.join)
+
+    def _close_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    def _drop_queued(self, error: BaseException) -> None:
+        while not self._jobs.empty():
+            job = self._jobs.get_nowait()
+            if job is not None:
+                job.fail(error)
 
     def _post(self, function: Callable[[], T], *, even_when_closing: bool = False) -> _Job[T]:
         job = _Job(function, self._call_on_loop)
@@ -129,7 +143,4 @@ class ThreadExecutor:
         except BaseException as error:
             with self._lock:  # a job is either seen here or refused in `_post`
                 self._death = error
-                while not self._jobs.empty():
-                    late = self._jobs.get_nowait()
-                    if late is not None:
-                        late.fail(error)
+                self._drop_queued(error)

@@ -57,11 +57,11 @@ def test_case_29_the_first_freed_is_evicted_first_each_from_its_tail() -> None:
 
 def test_case_30_prompt_logprobs_read_nothing_and_still_fill_the_cache() -> None:
     driver = StepDriver()
-    first = driver.add(COMMON + [1], 1, prompt_logprobs=0)
+    first = driver.add([*COMMON, 1], 1, prompt_logprobs=0)
     driver.run()
-    second = driver.add(COMMON + [1], 1, prompt_logprobs=0)
+    second = driver.add([*COMMON, 1], 1, prompt_logprobs=0)
     driver.run()
-    third = driver.add(COMMON + [1], 1)
+    third = driver.add([*COMMON, 1], 1)
     driver.run()
     assert [request.num_cached_tokens for request in (first, second, third)] == [0, 0, 48]
     assert driver.kv.stats.queried == 49, "requests that do not read are not counted as misses"
@@ -89,16 +89,16 @@ def test_case_32_the_next_turn_computes_only_its_last_incomplete_block() -> None
 @pytest.mark.row("KV-PREFIX-CACHE", "different cache_salt shares 0 tokens")
 def test_case_33_a_salt_is_hashed_into_the_first_block_only_and_keeps_others_out() -> None:
     driver = StepDriver()
-    first = driver.add(COMMON + [1], 1, salt="salt1")
+    first = driver.add([*COMMON, 1], 1, salt="salt1")
     driver.run()
-    same, other, none = (driver.add(COMMON + [1], 1, salt=salt) for salt in ("salt1", "salt2", None))
+    same, other, none = (driver.add([*COMMON, 1], 1, salt=salt) for salt in ("salt1", "salt2", None))
     driver.run()
     assert [request.num_cached_tokens for request in (first, same, other, none)] == [0, 48, 0, 0]
 
 
 def test_case_36_reset_is_refused_while_a_request_runs_and_forgets_all_afterwards() -> None:
     driver = StepDriver()
-    request = driver.add(COMMON + [1], 2)
+    request = driver.add([*COMMON, 1], 2)
     driver.step()
     assert not driver.kv.reset_prefix_cache()
     assert driver.kv.pools[0].find(request.blocks.hashes[0]) is not None, "the cache is intact"
@@ -107,7 +107,7 @@ def test_case_36_reset_is_refused_while_a_request_runs_and_forgets_all_afterward
     assert len(hashes) == 3
     assert driver.kv.reset_prefix_cache()
     assert all(driver.kv.pools[0].find(known) is None for known in hashes)
-    again = driver.add(COMMON + [1], 2)
+    again = driver.add([*COMMON, 1], 2)
     driver.run()
     assert again.num_cached_tokens == 0
 
@@ -132,9 +132,9 @@ def test_case_37_events_say_what_became_findable_what_was_overwritten_and_what_w
 
 def test_case_38_the_name_of_a_request_or_conversation_is_no_part_of_identity() -> None:
     driver = StepDriver()
-    driver.add(COMMON + [1], 1, name="conversation-1")
+    driver.add([*COMMON, 1], 1, name="conversation-1")
     driver.run()
-    second = driver.add(COMMON + [1], 1, name="conversation-2")
+    second = driver.add([*COMMON, 1], 1, name="conversation-2")
     driver.run()
     assert second.num_cached_tokens == 48
 
@@ -144,7 +144,7 @@ def test_other_weights_share_nothing() -> None:
     hashes = []
     for model in ("m", "other"):
         driver = StepDriver(model=model)
-        hashes.append(driver.add(COMMON + [1], 1).blocks.hashes)
+        hashes.append(driver.add([*COMMON, 1], 1).blocks.hashes)
         driver.run()
     assert not set(hashes[0]) & set(hashes[1])
 
