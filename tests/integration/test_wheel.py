@@ -83,7 +83,14 @@ def test_plugins_are_found_without_the_source_tree(installed: Path, test_cache: 
 @pytest.mark.model
 def test_the_demo_command_answers(installed: Path, test_cache: Path, tmp_path: Path) -> None:
     shown = call(
-        installed, test_cache, tmp_path, "infer", "run", "--temperature", "0", "What is the capital of France?"
+        installed,
+        test_cache,
+        tmp_path,
+        "infer",
+        "run",
+        "--temperature",
+        "0",
+        "What is the capital of France? Answer in one sentence.",
     )
     assert "Paris" in shown
 
