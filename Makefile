@@ -41,7 +41,7 @@ test-fast: $(STAMP)
 	$(PYTEST) --results-run=test -m "not heavy and not gpu" -n $(JOBS) --dist loadfile
 
 test-heavy: $(STAMP)
-	HYPOTHESIS_PROFILE=heavy $(PYTEST) --results-run=heavy -m "heavy and not gpu" --timeout 1800
+	HYPOTHESIS_PROFILE=heavy $(PYTEST) --results-run=heavy -m "heavy and not gpu" --timeout 1800 -n $(JOBS) --dist loadfile
 
 status: $(STAMP)
 	$(BIN)/python tools/status.py --results $(RESULTS)
