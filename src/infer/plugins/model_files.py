@@ -1,6 +1,6 @@
 """What a model looks like on disk and where files may be written. Used by model sources on a worker thread.
 
-Owns nothing; opens no weight beyond the samples that make a fingerprint.
+Owns nothing; opens no weight file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ GGUF = "*.gguf"
 MODEL_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "tekken.json")
 """What a checkpoint directory needs: weights, configuration, tokenizer, chat template."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_SAMPLES, _SAMPLE_BYTES = 16, 64 * 1024
 
 
 def select_files(names: Iterable[str], reference: str) -> list[str]:
@@ -74,16 +73,16 @@ def safe_target(root: Path, name: str, reference: str) -> Path:
 
 
 def fingerprint(path: Path) -> str:
-    """Identity of local files without reading them whole: names, sizes, times and samples from all over each file."""
+    """Identity of local files without opening one: a plan that does not fit is refused before any weight is touched.
+
+    Writing into a file moves its change time, which no program can set back.
+    """
     digest = hashlib.sha256()
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file() and _is_content(p.name))
     for file in files:
         facts = file.stat()
-        digest.update(f"{file.name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
-        with file.open("rb") as stream:
-            for index in range(_SAMPLES):
-                stream.seek(facts.st_size * index // _SAMPLES)
-                digest.update(stream.read(_SAMPLE_BYTES))
+        times = f"{facts.st_mtime_ns}\0{facts.st_ctime_ns}"
+        digest.update(f"{file.name}\0{facts.st_size}\0{facts.st_dev}:{facts.st_ino}\0{times}\0".encode())
     return f"local:{digest.hexdigest()}"
 
 
