@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from infer.engine.request import Request
 
 
+_UNLIMITED = 2**40
+"""Blocks of a request in a model without attention."""
+
+
 @dataclass(slots=True)
 class RequestBlocks:
     """What one request holds: per group its block table, and the hashes of its full blocks of known tokens."""
@@ -24,6 +28,8 @@ class RequestBlocks:
     tables: list[list[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     """Per group: leading table entries that fell out of the window (they read 0)."""
+    capacity: int = 0
+    """Positions that every group's table covers."""
     num_registered: int = 0
     """Full blocks already findable in the prefix cache."""
     hashes: list[bytes] = field(default_factory=list)
@@ -60,7 +66,6 @@ class KVCacheManager:
         self._root = root_hash(model_identity)
         self._expired: list[tuple[BlockPool, list[int]]] = []
         self._registered: list[tuple[BlockPool, list[int]]] = []
-        # A decode step needs a block only when it crosses a border: the common case is decided by one comparison.
         self._has_windows = any(group.window is not None for group in cache.groups)
 
     # -- admission ---------------------------------------------------------------------------------------------
@@ -109,6 +114,7 @@ class KVCacheManager:
         for pool, table, count in zip(self.pools, hit.tables, needed, strict=True):
             pool.share(table)
             blocks.tables.append(table + pool.allocate(count))
+        blocks.capacity = self._capacity(blocks)
         blocks.dropped = [next((i for i, block in enumerate(table) if block), len(table)) for table in hit.tables]
         blocks.num_registered = hit.num_tokens // self.block_size
         if self.prefix_caching and request.reads_prefix_cache:
@@ -132,6 +138,7 @@ class KVCacheManager:
             own = pool.allocate(1) if rest else []
             blocks.tables.append(shared + own)
             copies += [(group, table[full], block) for block in own]
+        blocks.capacity = self._capacity(blocks)
         blocks.dropped = [min(dropped, full) for dropped in source.dropped]
         blocks.hashes = source.hashes[:full]
         blocks.num_registered = min(source.num_registered, full)
@@ -149,12 +156,12 @@ class KVCacheManager:
         new = [pool.allocate(count) if count else [] for pool, count in zip(self.pools, needed, strict=True)]
         for table, blocks in zip(tables, new, strict=True):
             table += blocks
+        request.blocks.capacity = self._capacity(request.blocks)
         return new
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
         """Whether the request's tables already cover `num_tokens` positions (no call to `grow` needed)."""
-        tables = request.blocks.tables
-        return all(len(table) * self.block_size >= num_tokens for table in tables)
+        return request.blocks.capacity >= num_tokens
 
     def computed(self, request: Request) -> None:
         """The request's positions up to `num_computed` are computed by the plans handed out so far.
@@ -162,7 +169,8 @@ class KVCacheManager:
         Makes its new full blocks of known tokens findable, and marks blocks outside every window for release at
         the end of this scheduling round (until then rows of the same step may still read them).
         """
-        self.register(request)
+        if request.num_computed >= (request.blocks.num_registered + 1) * self.block_size:
+            self.register(request)
         if self._has_windows:
             self._drop_expired(request)
 
@@ -202,6 +210,7 @@ class KVCacheManager:
             pool.free(table)
         blocks.tables = []
         blocks.dropped = []
+        blocks.capacity = 0
         blocks.num_registered = 0
 
     def reset_prefix_cache(self) -> bool:
@@ -218,6 +227,9 @@ class KVCacheManager:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _capacity(self, blocks: RequestBlocks) -> int:
+        return min((len(table) for table in blocks.tables), default=_UNLIMITED) * self.block_size
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
         hashes = request.blocks.hashes

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.kv_cache.manager import KVCacheManager
+from infer.engine.metrics import EngineMetrics
 from infer.engine.request import Request, Status
 from infer.engine.scheduler.budget import ScheduledStep, StepDraft
 from infer.engine.scheduler.policy import WaitingQueue, victim
@@ -45,6 +46,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.policy)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
+        self.metrics = EngineMetrics()
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -103,7 +105,9 @@ class Scheduler:
         self._step_id += 1
         self._in_flight.append(step)
         self.stats.steps += 1
-        self.stats.scheduled_tokens += self.config.max_num_batched_tokens - draft.budget
+        num_tokens = self.config.max_num_batched_tokens - draft.budget
+        self.stats.scheduled_tokens += num_tokens
+        self.metrics.step_tokens.observe(num_tokens)
         return step
 
     def _schedule_running(self, draft: StepDraft) -> None:
@@ -219,6 +223,7 @@ class Scheduler:
         """Book the oldest step's result: accept tokens, end what is over, deliver. Late rows of ended requests are void."""
         step = self._in_flight.popleft()
         ended: list[Request] = []
+        now = self._clock()
         for row, request, drawn in step.outcomes():
             if drawn:
                 request.num_in_flight -= 1
@@ -234,10 +239,12 @@ class Scheduler:
                 ended.append(request)
                 request.deliver()
                 continue
-            prompt_logprobs = self._new_prompt_logprobs(request, step, result, row)
+            prompt_logprobs = self._new_prompt_logprobs(request, step, result, row) if result.prompt_logprobs else ()
             if not token_ids and not prompt_logprobs:
                 continue
             kept = request.accept(token_ids)
+            if kept:
+                self.metrics.produced(request, kept, now)
             logprobs = result.logprobs[row]
             request.deliver(
                 token_ids if kept == len(token_ids) else token_ids[:kept],
@@ -292,7 +299,9 @@ class Scheduler:
 
     def _retire(self, ended: list[Request]) -> None:
         """Free what ended requests hold. A request that failed leaves nothing in the prefix cache."""
+        now = self._clock()
         for request in ended:
+            self.metrics.ended(request, now)
             for sibling in request.siblings:  # it ended before it computed the prompt for them
                 if sibling.status is not Status.FINISHED:
                     self.waiting.push(sibling)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from infer.engine.kv_cache.prefix import block_hash, extend_chain, first_block_extra, multimodal_extra, root_hash
+from infer.engine.kv_cache.prefix import (
+    ExtraKey,
+    block_hash,
+    extend_chain,
+    first_block_extra,
+    multimodal_extra,
+    root_hash,
+)
+from step_driver import StepDriver, new_request
 
 IDS = list(range(40))
 
@@ -61,3 +71,21 @@ def test_case_35_an_adapter_is_its_content_and_never_collides_with_a_salt() -> N
 
 def test_other_weights_have_another_root() -> None:
     assert not set(chain(model="m")) & set(chain(model="n"))
+
+
+def test_a_lookup_costs_one_hash_per_block_and_a_repeated_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counting(parent: bytes, token_ids: Sequence[int], extra: Sequence[ExtraKey] = ()) -> bytes:
+        hashed.append(len(token_ids))
+        return block_hash(parent, token_ids, extra)
+
+    monkeypatch.setattr("infer.engine.kv_cache.prefix.block_hash", counting)
+    driver = StepDriver()
+    driver.add(range(16 * 50 + 3), 20)
+    driver.run()
+    assert hashed == [16] * 51, "the prompt's 50 blocks once, and the block that the output filled"
+    request = new_request(range(16 * 50 + 3))
+    driver.kv.match(request)
+    driver.kv.match(request)
+    assert len(hashed) == 51 + 50
