@@ -9,13 +9,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from infer.engine.executor.executor import Executor, PendingStep
 from infer.engine.mailbox import Mailbox
 from infer.engine.request import Request, Status
 from infer.engine.scheduler.scheduler import Scheduler
-from infer.errors import EngineDeadError, EngineError
+from infer.errors import EngineClosedError, EngineDeadError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EngineLoop:
             logger.error("the engine is dead: %s: %s", type(error).__name__, error)
             self._die(error)
         finally:
-            self._end_all(EngineDeadError("the engine was closed while the request was running"))
+            self._end_all(EngineClosedError("the engine was closed while the request was running"))
 
     def _admit(self) -> None:
         """Take in what the request tasks left, and end what is past its deadline."""
@@ -69,8 +69,7 @@ class EngineLoop:
         for request in mailbox.arrivals:
             scheduler.add(request)
             if request.deadline is not None:
-                for choice in (request, *request.siblings):
-                    heappush(self._deadlines, (request.deadline, choice.arrival, choice))
+                self._watch(request, request.deadline)
         mailbox.arrivals.clear()
         for request, reason, stop_reason in mailbox.ends:
             scheduler.finish(request, reason, stop_reason)
@@ -80,6 +79,13 @@ class EngineLoop:
             call()
         while self._deadlines and (self._deadlines[0][2].status is Status.FINISHED or self._is_late()):
             scheduler.finish(heappop(self._deadlines)[2], "deadline")
+
+    def _watch(self, request: Request, deadline: float) -> None:
+        for choice in (request, *request.siblings):
+            heappush(self._deadlines, (deadline, choice.arrival, choice))
+        if len(self._deadlines) > 2 * self._scheduler.num_unfinished + 64:  # mostly ended ones: let them go
+            self._deadlines = [item for item in self._deadlines if item[2].status is not Status.FINISHED]
+            heapify(self._deadlines)
 
     def _is_late(self) -> bool:
         return self._deadlines[0][0] <= self._clock()
@@ -127,8 +133,12 @@ class EngineLoop:
     def _end_all(self, otherwise: EngineError) -> None:
         """End every request; their readers see the death, or `otherwise` when the engine is being closed."""
         error = self.death or otherwise
-        scheduler = self._scheduler
-        for request in [*scheduler.waiting, *scheduler.running, *self._mailbox.arrivals]:
-            request.finish("error", error=error)
-            request.deliver()
-        self._mailbox.arrivals.clear()
+        scheduler, mailbox = self._scheduler, self._mailbox
+        for request in [*scheduler.waiting, *scheduler.running, *mailbox.arrivals]:
+            for choice in (request, *request.siblings):
+                choice.finish("error", error=error)
+                choice.deliver()
+        mailbox.arrivals.clear()
+        for call in mailbox.calls:  # somebody waits for the answer
+            call()
+        mailbox.calls.clear()
