@@ -16,6 +16,7 @@ from infer.cli.chat import chat
 from infer.cli.plugins import plugins
 from infer.cli.pull import pull
 from infer.cli.run import run
+from infer.cli.serve import serve
 from infer.cli.session import Session
 from infer.config.flags import refusal
 from infer.errors import InferError
@@ -47,7 +48,7 @@ def build_app() -> typer.Typer:
         name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
     )
     app.callback()(_root)
-    for command in (run, chat, pull, plugins):
+    for command in (run, chat, serve, pull, plugins):
         app.command(command.__name__)(command)
     app.add_typer(build_bench())
     return app

@@ -66,6 +66,10 @@ class Outbox:
         if self._reader is not None:
             self._reader.set()
 
+    def prompt_logprobs_left(self) -> list[PositionLogprobs]:
+        """Those not fetched yet: other choices may be due before the one that carries them."""
+        return [entry for update in self._updates.values() for entry in update.prompt_logprobs]
+
     async def take(self) -> list[ChoiceUpdate]:
         """Wait until some choice has `interval` tokens or has ended; returns the updates that are due."""
         while not self._ready:

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from infer.engine.metrics import request_timings
 from infer.engine.outputs import ChoiceUpdate, Outbox
 from infer.engine.request import Request
 from infer.errors import EngineError
 from infer.text.detokenizer import Detokenizer
 from infer.text.stop import StopMatch, StopMatcher
-from infer.types import Choice, Completion, Delta, FinishReason, RequestTimings, TokenLogprob, Usage
+from infer.types import Choice, Completion, Delta, FinishReason, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from infer.engine.admission import Admitted
@@ -36,7 +37,7 @@ class ChoiceText:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._include_stop = params.include_stop
-        self._detokenizer = Detokenizer(tokenizer, admitted.prompt_ids)
+        self._detokenizer = Detokenizer(tokenizer, admitted.prompt_ids, params.skip_special_tokens)
         self._stop = StopMatcher(params.stop, params.include_stop, min_tokens=params.min_tokens)
 
     def read(self, update: ChoiceUpdate) -> Delta | None:
@@ -132,12 +133,27 @@ class Stream:
         self._admitted = admitted
         self._outbox = outbox
         self._choices = [ChoiceText(index, admitted, tokenizer) for index in range(len(requests))]
-        self._arrived_at = self._clock()
-        self._first_token_at: float | None = None
 
     @property
     def request_id(self) -> str:
         return self._requests[0].request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self._admitted.prompt_ids
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """One entry per prompt token (the first is None), complete from the first delta on; None if not asked for."""
+        if self._admitted.params.prompt_logprobs is None:
+            return None
+        return (None, *public_logprobs([*self._prompt_logprobs, *self._outbox.prompt_logprobs_left()]))
+
+    @property
+    def prefilled(self) -> tuple[int, int]:
+        """(prompt tokens computed or being computed, all prompt tokens)."""
+        first = self._requests[0]
+        return min(first.num_computed, first.prompt_len) if not first.num_output else first.prompt_len, first.prompt_len
 
     @property
     def result(self) -> Completion:
@@ -176,8 +192,6 @@ class Stream:
                 raise _own_copy(update.error)
             choice = self._choices[update.choice_index]
             self._prompt_logprobs += update.prompt_logprobs
-            if self._first_token_at is None and update.token_ids:
-                self._first_token_at = self._clock()
             delta = choice.read(update)
             if delta is None:
                 continue
@@ -189,11 +203,9 @@ class Stream:
 
     def _complete(self) -> Completion:
         admitted, first = self._admitted, self._requests[0]
-        scheduled = first.first_scheduled_at
         prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         if admitted.params.prompt_logprobs is not None:
             prompt_logprobs = (None, *public_logprobs(self._prompt_logprobs))
-        now = self._clock()
         return Completion(
             request_id=first.request_id,
             prompt_token_ids=admitted.prompt_ids,
@@ -206,11 +218,7 @@ class Stream:
             sampling=admitted.params,
             sampling_defaults=admitted.defaults,
             prompt_logprobs=prompt_logprobs,
-            timings=RequestTimings(
-                queued=(scheduled if scheduled is not None else now) - self._arrived_at,
-                first_token=None if self._first_token_at is None else self._first_token_at - self._arrived_at,
-                total=now - self._arrived_at,
-            ),
+            timings=request_timings(self._requests, self._clock()),
         )
 
 

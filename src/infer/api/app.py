@@ -1,0 +1,88 @@
+"""The ASGI application: every topic module's routes over one engine.
+
+Runs once at start; owns nothing. To add routes, write a module that exports `routes(context) -> list[ApiRoute]` and
+name it in TOPICS (built in) or hand it to `build_app(..., topics=...)`. A handler gets a `Call`: see `api.routing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.api import health
+from infer.api.auth import key_digests
+from infer.api.context import ApiContext, CallRegister
+from infer.api.errors import ApiError, error_response
+from infer.api.gate import Gate
+from infer.api.monitor import HealthMonitor
+from infer.api.openai import chat, completions, models
+from infer.api.routing import ApiRoute, Endpoint
+from infer.api.web import page
+from infer.config.engine import ApiSection
+from infer.engine.engine import Engine
+
+Topic = Callable[[ApiContext], list[ApiRoute]]
+
+TOPICS: tuple[Topic, ...] = (page.routes, health.routes, models.routes, chat.routes, completions.routes)
+
+
+def build_context(engine: Engine, settings: ApiSection | None = None) -> ApiContext:
+    """What the routes share. The engine must be open."""
+    settings = settings if settings is not None else engine.config.api
+    return ApiContext(
+        engine=engine,
+        settings=settings,
+        model_names=settings.served_model_names or (engine.config.model.ref,),
+        key_digests=key_digests(settings),
+        calls=CallRegister(settings.max_concurrent_requests),
+        health=HealthMonitor(engine),
+    )
+
+
+def build_app(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> ASGIApp:
+    """The application for one open engine; any ASGI server can run it, `serve` does with hypercorn."""
+    return Gate(_router(context, all_routes(context, topics)), context.settings.cors_origins)
+
+
+def all_routes(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> list[ApiRoute]:
+    """Every route that this server has."""
+    found = [route for topic in topics for route in topic(context)]
+    return [route for route in found if context.settings.admin or not route.admin]
+
+
+def _router(context: ApiContext, routes: list[ApiRoute]) -> Router:
+    paths: list[Route] = []
+    for path, group in groupby(sorted(routes, key=lambda route: ("{" in route.path, route.path)), lambda r: r.path):
+        endpoints = {route.method: Endpoint(context, route) for route in group}
+        paths.append(Route(path, _ByMethod(endpoints)))
+    return Router(paths, redirect_slashes=False, default=_not_found)
+
+
+class _ByMethod:
+    """One path's endpoints."""
+
+    def __init__(self, endpoints: dict[str, Endpoint]) -> None:
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        endpoint = self._endpoints.get(method)
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+            return
+        allowed = ", ".join(sorted(self._endpoints))
+        error = ApiError(
+            f"{scope['path']} takes {allowed}, not {scope['method'][:20]}",
+            status=405,
+            code="method_not_allowed",
+            headers={"allow": allowed},
+        )
+        await error_response(error)(scope, receive, send)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    error = ApiError(f"there is no route {scope['path'][:200]!r}", status=404, code="not_found")
+    await error_response(error)(scope, receive, send)

@@ -1,0 +1,211 @@
+"""`/v1/chat/completions`: chat messages in, an answer out, whole or as a stream of chunks.
+
+Runs in request tasks.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+from infer.api.context import ApiContext
+from infer.api.openai import generation
+from infer.api.openai.logprobs import chat_logprobs, prompt_logprobs, token_writer
+from infer.api.openai.models import check_model
+from infer.api.openai.progress import report_progress, silence
+from infer.api.openai.schemas import CHAT, ChatBody
+from infer.api.routing import ApiRoute, Call
+from infer.errors import InvalidRequestError
+from infer.types import Completion, Delta, SamplingParams
+
+if TYPE_CHECKING:
+    from infer.engine.stream import Stream
+
+
+def routes(context: ApiContext) -> list[ApiRoute]:
+    return [
+        ApiRoute(method="POST", path="/v1/chat/completions", handler=chat, summary="Answer a conversation", body=CHAT)
+    ]
+
+
+async def chat(call: Call) -> Response | None:
+    settings = call.context.settings
+    body, values = CHAT.parse(call.data, unknown=settings.unknown_fields, notices=call.notices)
+    model = check_model(call.context, body.model)
+    wants_usage = generation.check_stream_options(body, call)
+    params = chat_params(body, values, call)
+    try:
+        prompt_ids = await encode_chat(body, params, call)
+        [ask] = generation.make_asks(call, "chatcmpl", [prompt_ids], params, body)
+        writer = ChatWriter(call.context, body, model, ask.request_id)
+        if body.stream:
+            async with generation.opened(call, [ask]) as [stream]:
+                await _stream(call, body, writer, stream, params.n, wants_usage)
+            return None
+        [done] = await generation.generate_all(call, [ask])
+    except InvalidRequestError as error:
+        if error.parameter == "prompt":
+            error.parameter = "messages"
+        raise
+    return call.json(writer.reply(done))
+
+
+def chat_params(body: ChatBody, values: dict[str, Any], call: Call) -> SamplingParams:
+    """Sampling as the body asks for it."""
+    limit = body.max_completion_tokens
+    if limit is not None and values.setdefault("max_tokens", limit) != limit:
+        raise InvalidRequestError(
+            f"max_tokens={values['max_tokens']} and max_completion_tokens={limit} differ; give one of them",
+            parameter="max_completion_tokens",
+            value=limit,
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs=true", parameter="top_logprobs", value=body.top_logprobs)
+    if body.logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+    try:
+        return generation.sampling_params(values, call.context.settings)
+    except InvalidRequestError as error:
+        if error.parameter == "logprobs":
+            raise InvalidRequestError(
+                str(error).replace("logprobs", "top_logprobs", 1), parameter="top_logprobs", value=error.value
+            ) from None
+        raise
+
+
+async def encode_chat(body: ChatBody, params: SamplingParams, call: Call) -> list[int]:
+    """Token ids of the conversation, as its template writes them, cut to length if asked."""
+    ids = await call.context.engine.prompts.encode(
+        chat_messages(body, call),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=template_variables(body),
+    )
+    return generation.cut_prompt(ids, body, call, params.max_tokens)
+
+
+def chat_messages(body: ChatBody, call: Call) -> list[dict[str, Any]]:
+    """The messages; "developer" becomes "system" for templates that do not know it."""
+    if not body.messages:
+        raise InvalidRequestError("messages is empty: send at least one", parameter="messages", value=[])
+    template = call.context.engine.config.model.chat_template or call.context.engine.tokenizer.chat_template
+    if any(message.get("role") == "developer" for message in body.messages) and "developer" not in str(template):
+        call.notices.append('messages: role "developer" is sent as "system"; the chat template knows no other')
+        return [
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in body.messages
+        ]
+    return body.messages
+
+
+def template_variables(body: ChatBody) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    for name in ("documents", "reasoning_effort"):
+        value = getattr(body, name)
+        if value is not None:
+            variables[name] = value
+    return variables
+
+
+class ChatWriter:
+    """Writes one call's reply, or its chunks."""
+
+    def __init__(self, context: ApiContext, body: ChatBody, model: str, reply_id: str) -> None:
+        self._context = context
+        self._body = body
+        self._text = context.token_text
+        self._write = token_writer(context.token_text, body.return_tokens_as_token_ids)
+        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
+
+    def reply(self, done: Completion) -> dict[str, Any]:
+        choices = []
+        for choice in done.choices:
+            reason, stop_reason = generation.finish(choice.finish_reason, choice.stop_reason)
+            one: dict[str, Any] = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": chat_logprobs(choice.logprobs, self._write, self._text),
+                "finish_reason": reason,
+                "stop_reason": stop_reason,
+            }
+            if self._body.return_token_ids:
+                one["token_ids"] = choice.token_ids
+            choices.append(one)
+        counts = done.usage
+        reply = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens),
+        }
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = done.prompt_token_ids
+        if done.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, self._text)
+        return reply
+
+    def chunk(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": choices, **extra}
+
+    def role(self, index: int, stream: Stream) -> dict[str, Any]:
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        extra = {"prompt_token_ids": stream.prompt_token_ids} if self._body.return_token_ids and index == 0 else {}
+        return self.chunk([choice], **extra)
+
+    def delta(self, delta: Delta) -> dict[str, Any] | None:
+        """One delta as a choice; None when there is nothing to tell the client yet."""
+        ids = self._body.return_token_ids and bool(delta.token_ids)
+        if not (delta.text or delta.finish_reason or delta.logprobs or ids):
+            return None
+        choice: dict[str, Any] = {
+            "index": delta.choice_index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": chat_logprobs(delta.logprobs, self._write, self._text) if delta.logprobs else None,
+            "finish_reason": None,
+        }
+        if delta.finish_reason is not None:
+            choice["finish_reason"], choice["stop_reason"] = generation.finish(delta.finish_reason, delta.stop_reason)
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+
+async def _stream(
+    call: Call, body: ChatBody, writer: ChatWriter, stream: Stream, num_choices: int, wants_usage: tuple[bool, bool]
+) -> None:
+    """Role frames at once, then deltas, each choice's last with its finish reason, then usage."""
+    last_usage, every_usage = wants_usage
+    events = await call.open_events(comment=lambda: silence([stream]))
+    blank: dict[str, Any] = {"usage": None} if last_usage else {}
+    prompt_len = len(stream.prompt_token_ids)
+    for index in range(num_choices):
+        counted = {"usage": generation.usage(prompt_len, 0)} if every_usage else blank
+        await events.send({**writer.role(index, stream), **counted})
+    if body.return_progress:
+        call.tasks.start_soon(report_progress, events, [stream], writer.chunk)
+    told_prompt = stream.prompt_logprobs is None
+    count = 0
+    async for delta in stream:
+        count += len(delta.token_ids)
+        choice = writer.delta(delta)
+        if choice is None:
+            continue
+        extra: dict[str, Any] = dict(blank)
+        if every_usage:
+            extra["usage"] = generation.usage(prompt_len, count)
+        if not told_prompt:
+            told_prompt = True
+            extra["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, call.context.token_text)
+        await events.send(writer.chunk([choice], **extra))
+    if last_usage:
+        counts = stream.result.usage
+        total = generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens)
+        await events.send(writer.chunk([], usage=total))
+    await events.finish()
