@@ -22,10 +22,15 @@ from integration.live_server import LiveServer, live_server
 pytestmark = pytest.mark.heavy
 
 CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 SCREENSHOTS = Path(__file__).parents[2] / "results" / "screenshots"
 ANSWER = "Grüße from Paris 🙂\n<b>not bold</b>"
 KEY = "a-key-of-the-test"
