@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -145,15 +145,24 @@ def test_byte_level_increments_join_to_the_full_decode(ids: list[int], skip: boo
 @example(prompt=byte_ids(byte_level(), "secret 😀")[:-1], output=byte_ids(byte_level(), "😀")[-1:], skip=True)
 @example(prompt=byte_ids(byte_level(), "secret 😀")[:-1], output=byte_ids(byte_level(), "x"), skip=True)
 @example(prompt=byte_ids(byte_level(), "ü")[:-1], output=[byte_level().token_to_id("¼ÿ")], skip=True)
+@example(prompt=[byte_level().token_to_id(byte_char(byte)) for byte in b"\xed\xa0"], output=[], skip=True)
+@example(prompt=[byte_level().token_to_id("í")], output=[byte_level().token_to_id(byte_char(0xA0))], skip=True)
 def test_output_text_is_what_the_output_adds_to_the_prompt(prompt: list[int], output: list[int], skip: bool) -> None:
     before = byte_level().decode(prompt, skip_special_tokens=skip)
     whole = byte_level().decode(prompt + output, skip_special_tokens=skip)
     text = "".join(increments(fast("byte_level"), prompt, output, skip))
+    assume(not (before.endswith(REPLACEMENT) and completes_a_replacement_character(prompt, output)))
     if whole.startswith(before):
-        assert text == whole[len(before) :] or (before.endswith(REPLACEMENT) and text == whole[len(before) - 1 :])
+        assert text == whole[len(before) :]
     else:  # the output completed the prompt's last character
         assert before.endswith(REPLACEMENT)
         assert text == whole[len(before) - 1 :]
+
+
+def completes_a_replacement_character(prompt: list[int], output: list[int]) -> bool:
+    """U+FFFD as real text looks like a broken character: the one case that strings cannot tell apart."""
+    ends = [byte_level().id_to_token(id_) or "" for id_ in (*prompt[-3:], *output[:3])]
+    return "ï¿½" in "".join(ends)
 
 
 @given(ids=ids_of(byte_level()))

@@ -148,7 +148,16 @@ def _decode_utf8(data: bytes, per_byte: bool, *, final: bool) -> tuple[str, byte
             data = data[error.end :]
         else:
             text.append(part)
-            return "".join(text), data[used:]
+            data = data[used:]
+            if not _begins_surrogate(data):
+                return "".join(text), data
+            text.append(REPLACEMENT)
+            data = data[1:]
+
+
+def _begins_surrogate(data: bytes) -> bool:
+    """Python waits for a surrogate's third byte before it calls it broken; its second byte says enough."""
+    return data[:1] == b"\xed" and data[1:2] >= b"\xa0"
 
 
 class ByteDecodeStream:
@@ -192,6 +201,9 @@ class ByteDecodeStream:
     def _leave_prompt(self, data: bytes, final: bool) -> tuple[bytes, str]:
         """Drop a character that began in the prompt and turned out broken: it is the prompt's, not the output's."""
         prompt_bytes = self._from_prompt
+        if _begins_surrogate(data):
+            self._from_prompt = 0
+            return data[1:], ""
         try:
             if codecs.utf_8_decode(data, "strict", final)[1]:
                 self._from_prompt = 0  # complete: the output's

@@ -15,7 +15,7 @@ import pytest
 from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from infer.errors import ModelError, UnsupportedModelError
 from infer.tokenizers import gguf, hf
@@ -230,6 +230,32 @@ def test_every_kind_builds_and_round_trips(kind: str) -> None:
     for text in TEXTS:
         text = unicodedata.normalize("NFC", text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pieces"),
+    [
+        ("gpt-2", "don't go 12345", ["don", "'t", " go", " 12345"]),
+        ("smollm", "a 123", ["a", " ", "1", "2", "3"]),
+        ("llama-bpe", "DON'T 12345\n\nx", ["DON", "'T", " ", "123", "45", "\n\n", "x"]),
+        ("qwen2", "it's 12", ["it", "'s", " ", "1", "2"]),
+        ("tekken", "HelloWorld don't 12", ["Hello", "World", " don", "'t", " ", "1", "2"]),
+        ("gpt-4o", "HelloWorld don't 12345", ["Hello", "World", " don't", " ", "123", "45"]),
+        ("deepseek-v3", "x12345 you...", ["x", "123", "45", " you", "..."]),
+        ("deepseek-llm", "ab 12\nc", ["ab", " ", "1", "2", "\n", "c"]),
+        ("seed-coder", "a;\n\nb 12", ["a", ";", "\n\n", "b", " ", "1", "2"]),
+        ("bailingmoe", "it's a!!\n", ["it", "'s", " a", "!!\n"]),
+        ("bloom", "Hi, there", ["Hi", ",", " there"]),
+        ("viking", "ab12", ["ab", "1", "2"]),
+        ("falcon", "a+b 1234", ["a", "+", "b", " ", "123", "4"]),
+        ("default", "a+b 1234", ["a", "+", "b", " ", "123", "4"]),
+    ],
+)
+def test_where_each_kind_cuts(kind: str, text: str, pieces: list[str]) -> None:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in known_pre_tokenizers()[kind].patterns]
+    found = pre_tokenizers.Sequence([*cuts, byte_level]).pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == pieces
 
 
 def test_kinds_that_normalise() -> None:
