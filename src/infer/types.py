@@ -60,6 +60,8 @@ class SamplingParams(BaseModel):
     stop_token_ids: tuple[TokenId, ...] = ()
     include_stop: bool = False
     """Keep the matched stop string in the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text; ids and log-probabilities always have them."""
     ignore_eos: bool = False
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(
         default_factory=dict
@@ -160,12 +162,20 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Seconds on the engine's monotonic clock, each from the request's arrival."""
+    """Where the seconds of a request went, on the engine's monotonic clock, from its arrival."""
 
     queued: float
     """Until first scheduled."""
     first_token: float | None
+    """Until the first token was there; None if there never was one."""
     total: float
+    """Until the last choice ended: queued + prefill + decode."""
+    prefill: float = 0.0
+    """From first scheduled to first token."""
+    decode: float = 0.0
+    """From first token to the end."""
+    num_preemptions: int = 0
+    """Over all choices."""
 
 
 @dataclass(frozen=True, slots=True)

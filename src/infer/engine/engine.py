@@ -311,6 +311,7 @@ class Engine:
         called_at = self._clock()
 
         async def submit(stream: Stream) -> None:
+            arrived_at = self._clock()
             parts = self._serving_parts()
             refuse_unavailable(artifact=artifact, lora=lora)
             limit = deadline_at(deadline, called_at)
@@ -319,7 +320,7 @@ class Engine:
             parts = self._serving_parts()
             self._check_room(parts, len(admitted.specs))
             outbox = Outbox(interval or parts.resolved.scheduler.stream_interval)
-            requests = self._make_requests(name, admitted, outbox, priority, cache_salt, limit)
+            requests = self._make_requests(name, admitted, outbox, priority, cache_salt, limit, arrived_at)
             self._requests[name] = requests
             stream.attach(requests, admitted, parts.tokenizer, outbox)
             requests[0].siblings = tuple(requests[1:])
@@ -341,6 +342,7 @@ class Engine:
         priority: int,
         cache_salt: str | None,
         deadline: float | None,
+        arrived_at: float,
     ) -> list[Request]:
         return [
             Request(
@@ -355,6 +357,7 @@ class Engine:
                 arrival=next(self._arrivals),
                 cache_salt=cache_salt,
                 deadline=deadline,
+                arrived_at=arrived_at,
             )
             for index, spec in enumerate(admitted.specs)
         ]

@@ -33,13 +33,17 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "arrived_at",
         "blocks",
         "cache_salt",
         "choice_index",
         "deadline",
+        "ended_at",
         "error",
         "finish_reason",
         "first_scheduled_at",
+        "first_token_at",
+        "last_token_at",
         "max_tokens",
         "num_cached_tokens",
         "num_computed",
@@ -76,6 +80,7 @@ class Request:
         arrival: int = 0,
         cache_salt: str | None = None,
         deadline: float | None = None,
+        arrived_at: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.choice_index = choice_index
@@ -102,7 +107,11 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0
         self.started_step = -1
+        self.arrived_at = arrived_at
         self.first_scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.ended_at: float | None = None
         self.siblings: tuple[Request, ...] = ()
         """The other choices of the same prompt, to be started when this one has computed it."""
         self.blocks = RequestBlocks()
