@@ -19,6 +19,7 @@ from infer.api.errors import ApiError, error_response
 from infer.api.gate import Gate
 from infer.api.monitor import HealthMonitor
 from infer.api.openai import chat, completions, models
+from infer.api.openapi import with_description
 from infer.api.routing import ApiRoute, Endpoint
 from infer.api.web import page
 from infer.config.engine import ApiSection
@@ -49,8 +50,10 @@ def build_app(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> ASGIApp:
 
 def all_routes(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> list[ApiRoute]:
     """Every route that this server has."""
+    settings = context.settings
     found = [route for topic in topics for route in topic(context)]
-    return [route for route in found if context.settings.admin or not route.admin]
+    served = [route for route in found if settings.admin or not route.admin]
+    return with_description(served, unknown_fields=settings.unknown_fields, needs_key=bool(context.key_digests))
 
 
 def _router(context: ApiContext, routes: list[ApiRoute]) -> Router:
