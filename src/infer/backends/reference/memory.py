@@ -5,6 +5,7 @@ Called at start and when a plan is printed, from any thread; reads /proc and the
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import resource
@@ -37,6 +38,13 @@ def resident_bytes(root: Path = Path("/")) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def return_free_memory() -> None:
+    """Give freed heap pages back to the operating system. glibc keeps them otherwise, a whole model's worth."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
