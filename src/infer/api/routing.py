@@ -21,7 +21,7 @@ from infer.api.context import ApiContext
 from infer.api.errors import error_response
 from infer.api.fields import Body
 from infer.api.limits import ClientGone, decode_object, read_body
-from infer.api.sse import MEDIA_TYPE, EventStream
+from infer.api.sse import EventStream
 
 Handler = Callable[["Call"], Awaitable[Response | None]]
 """Answers a call: returns a response, or None after it wrote `call.events()` to its end. Raises typed errors."""
@@ -74,23 +74,26 @@ class Call:
             headers=self._notice_headers(),
         )
 
-    def events(self, *, comment: Callable[[], str] = lambda: "keep-alive", media_type: str = MEDIA_TYPE) -> EventStream:
+    def events(
+        self, *, comment: Callable[[], str] = lambda: "keep-alive", kind: type[EventStream] = EventStream
+    ) -> EventStream:
         """The event stream that answers this call; its keep-alive runs as long as the handler."""
         settings = self.context.settings
-        self.stream = EventStream(
+        self.stream = kind(
             self._send,
             self._notice_headers(),
             keep_alive=settings.sse_keep_alive,
             write_timeout=settings.write_timeout,
             comment=comment,
             on_stalled=self.scope.cancel,
-            media_type=media_type,
         )
         return self.stream
 
-    async def open_events(self, *, comment: Callable[[], str] = lambda: "keep-alive") -> EventStream:
+    async def open_events(
+        self, *, comment: Callable[[], str] = lambda: "keep-alive", kind: type[EventStream] = EventStream
+    ) -> EventStream:
         """`events()`, started and kept alive."""
-        stream = self.events(comment=comment)
+        stream = self.events(comment=comment, kind=kind)
         await stream.start()
         self.tasks.start_soon(stream.keep_alive)
         return stream

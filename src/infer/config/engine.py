@@ -32,6 +32,8 @@ class ModelSection(Section):
     """Directory or file to read the tokenizer from instead of the model's own."""
     chat_template: str | None = None
     """Jinja chat template, or the path of one, used instead of the tokenizer's own."""
+    skip_tokenizer: bool = False
+    """Load no tokenizer: prompts and results are token ids only, text is refused."""
     use_generation_config: bool = True
     """Use the sampling defaults in the checkpoint's generation_config.json where the caller is silent."""
 
@@ -179,6 +181,8 @@ class ApiSection(Section):
     """Send token usage at the end of every stream, asked for or not."""
     admin: bool = False
     """Serve the routes that act on the whole server (resetting caches, aborting requests)."""
+    tokenizer_info: bool = False
+    """Serve /tokenizer_info, which shows the chat template."""
 
 
 def _reference(value: object) -> object:
@@ -236,6 +240,13 @@ def check_together(config: EngineConfig) -> None:
             f"cache.radix_cache={cache.radix_cache} and cache.prefix_caching={cache.prefix_caching} name the same thing "
             "and must agree; give one of them",
             fields=("cache.radix_cache", "cache.prefix_caching"),
+        )
+    model = config.model
+    if model.skip_tokenizer and (model.tokenizer or model.chat_template):
+        name = "model.tokenizer" if model.tokenizer else "model.chat_template"
+        raise ConfigError(
+            f"{name} and model.skip_tokenizer=True contradict each other; give one of them",
+            fields=(name, "model.skip_tokenizer"),
         )
     api = config.api
     if (api.tls_cert is None) != (api.tls_key is None):

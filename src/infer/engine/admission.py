@@ -16,6 +16,7 @@ from infer.config.resolve import ResolvedScheduler
 from infer.engine.prompts import PromptEncoder
 from infer.engine.step import SamplingSpec
 from infer.errors import ContextLengthError, InvalidRequestError
+from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Admission:
                 f"params is {type(params).__name__}, not SamplingParams", parameter="params", value=params
             )
         params, defaults = self._with_defaults(params or SamplingParams())
+        if isinstance(self._tokenizer, NoTokenizer):
+            self._tokenizer.check(params)
         prompt_ids = await self.prompts.encode(prompt, tools=tools)
         max_tokens = self._check_length(len(prompt_ids), params)
         self._check_ids(prompt_ids, params)

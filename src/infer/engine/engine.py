@@ -21,6 +21,7 @@ from infer.config.resolve import ResolvedConfig
 from infer.engine import startup
 from infer.engine.admission import Admission, Admitted, deadline_at, refuse_unavailable
 from infer.engine.blocking import BlockingEngine
+from infer.engine.metrics import EngineMetrics
 from infer.engine.outputs import Outbox
 from infer.engine.prompts import PromptEncoder
 from infer.engine.request import Request
@@ -28,7 +29,7 @@ from infer.engine.startup import EngineParts, Start
 from infer.engine.statistics import EngineStatistics, statistics
 from infer.engine.stream import Stream
 from infer.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
-from infer.plugins.model_source import Progress, ProgressCallback
+from infer.plugins.model_source import ProgressCallback
 from infer.types import Completion, FinishReason, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,10 +39,6 @@ logger = logging.getLogger(__name__)
 
 _AT_THE_END = 2**62
 """Delivery interval of a request whose reader wants nothing before the end."""
-
-
-def _ignore_progress(report: Progress) -> None:
-    return None
 
 
 class Engine:
@@ -63,7 +60,7 @@ class Engine:
             self.config = model
         else:
             self.config = EngineConfig() if model is None else EngineConfig(model=str(model))
-        self._on_progress = on_progress or _ignore_progress
+        self._on_progress = on_progress or (lambda report: None)
         self._start = _start
         self._parts: EngineParts | None = None
         self._state = "new"
@@ -162,6 +159,16 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Counters and gauges as of now."""
         return statistics(self._open_parts().scheduler)
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Token counts and latency histograms since start. Live: read, do not write."""
+        return self._open_parts().scheduler.metrics
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of the requests that wait or run."""
+        return tuple(self._requests)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -273,14 +280,14 @@ class Engine:
             parts.mailbox.post_end(request, "abort")
         return bool(requests)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV blocks; False (and nothing changed) while requests hold some."""
+    async def reset_prefix_cache(self, *, restart_running: bool = False) -> bool:
+        """Forget all cached KV blocks; False (and nothing changed) while requests hold some, unless they start over."""
         parts = self._open_parts()
         done = anyio.Event()
         answer: list[bool] = []
 
         def call() -> None:
-            answer.append(parts.scheduler.reset_prefix_cache())
+            answer.append(parts.scheduler.reset_prefix_cache(restart_running=restart_running))
             done.set()
 
         parts.mailbox.post_call(call)

@@ -30,6 +30,7 @@ from infer.plugins.model_reference import resolve_reference
 from infer.plugins.model_source import Progress, ProgressCallback
 from infer.plugins.registry import Registry, import_reference
 from infer.text.chat_template import ChatTemplate
+from infer.text.token_ids_only import NoTokenizer
 
 if TYPE_CHECKING:
     from infer.engine.worker.builder import WorkerBuilder
@@ -129,7 +130,9 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
         progress=progress,
     )
     model = read_model_config(found.path, found.identity, registry.specs("model"))
-    tokenizer = _load_tokenizer(registry, Path(config.model.tokenizer) if config.model.tokenizer else found.path)
+    tokenizer: Tokenizer = NoTokenizer()
+    if not config.model.skip_tokenizer:
+        tokenizer = _load_tokenizer(registry, Path(config.model.tokenizer) if config.model.tokenizer else found.path)
     template = _chat_template(config.model.chat_template or tokenizer.chat_template, tokenizer)
     builder = WorkerBuilder(registry, model, config.platform.name, config.platform.threads)
     limits = builder.limits()

@@ -21,6 +21,7 @@ from infer.plugins.manager import build_registry
 from infer.plugins.model_source import ProgressCallback
 from infer.testing.fake_executor import FakeExecutor, FakeWorker, NextToken
 from infer.text.chat_template import ChatTemplate
+from infer.text.token_ids_only import NoTokenizer
 
 BOS, EOS = 256, 257
 CHAT_TEMPLATE = (
@@ -117,7 +118,7 @@ def fake_engine(
 
     async def start(asked: EngineConfig, on_progress: ProgressCallback) -> EngineParts:
         resolved = resolve(asked, model, limits, footprint)
-        tokenizer = ByteTokenizer()
+        tokenizer = NoTokenizer() if asked.model.skip_tokenizer else ByteTokenizer()
         worker = FakeWorker(resolved.cache.groups, resolved.cache.block_size, next_token)
         on_worker(worker)
         planned = SimpleNamespace(
@@ -125,7 +126,7 @@ def fake_engine(
             model=model,
             resolved=resolved,
             tokenizer=tokenizer,
-            template=ChatTemplate(CHAT_TEMPLATE, {}),
+            template=None if asked.model.skip_tokenizer else ChatTemplate(CHAT_TEMPLATE, {}),
         )
         return assemble(planned, FakeExecutor(worker, latency=latency))
 
