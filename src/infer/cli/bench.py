@@ -1,4 +1,4 @@
-"""`infer bench latency|throughput`: how fast a model runs here, as a table and as JSON."""
+"""`infer bench latency|throughput` (and `serve`, see `bench_serve`): how fast a model runs here, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import anyio
 import typer
 from rich.table import Table
 
+from infer.cli.bench_serve import serve
 from infer.cli.measure import Report, Workload, measure
 from infer.cli.options import with_model, with_options
 from infer.cli.progress import ProgressDisplay
@@ -103,6 +104,6 @@ def _table(report: Report) -> Table:
 
 def build_bench() -> typer.Typer:
     app = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed on this machine.")
-    for command in (latency, throughput):
+    for command in (latency, throughput, serve):
         app.command(command.__name__)(command)
     return app

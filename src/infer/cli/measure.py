@@ -31,18 +31,56 @@ class Workload:
 
 
 @dataclass(slots=True)
+class TokenTimes:
+    """One request of a run. Seconds since the run began."""
+
+    prompt_tokens: int
+    output_tokens: int
+    arrivals: list[float]
+    """One per output token."""
+
+
+@dataclass(slots=True)
 class Sample:
-    """One run of `concurrency` requests at once. Seconds and tokens."""
+    """One run of `concurrency` requests at once."""
 
     concurrency: int
     wall: float
-    first_tokens: list[float]
-    gaps: list[float]
-    """Between consecutive tokens of one request."""
-    decode_rate: float
-    """Tokens per second over all requests from the last first token on."""
-    output_rate: float
-    """Output tokens per second of the whole run, prefill included."""
+    requests: list[TokenTimes]
+
+    @property
+    def first_tokens(self) -> list[float]:
+        return [request.arrivals[0] for request in self.requests]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between consecutive tokens of one request."""
+        return [b - a for request in self.requests for a, b in itertools.pairwise(request.arrivals)]
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second over all requests from the last first token on."""
+        last_first = max(self.first_tokens)
+        decoded = sum(1 for request in self.requests for at in request.arrivals if at > last_first)
+        return decoded / (self.wall - last_first) if decoded else 0.0
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens per second of the whole run, prefill included."""
+        return sum(request.output_tokens for request in self.requests) / self.wall
+
+
+@dataclass(slots=True)
+class Prefill:
+    """One prompt alone."""
+
+    prompt_tokens: int
+    seconds: float
+    """Up to its first output token."""
+
+    @property
+    def rate(self) -> float:
+        return self.prompt_tokens / self.seconds
 
 
 @dataclass(slots=True)
@@ -54,6 +92,9 @@ class Report:
     concurrency: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     peak_rss: int = 0
     """Bytes, of the whole process."""
+    prefills: list[Prefill] = field(default_factory=list)
+    runs: list[Sample] = field(default_factory=list)
+    """What the figures were computed from."""
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -69,54 +110,48 @@ def peak_rss() -> int:
     return value if sys.platform == "darwin" else value * 1024
 
 
-async def measure_prefill(engine: Engine, workload: Workload, rng: random.Random) -> float:
-    """Prompt tokens per second of one prompt alone, up to its first output token."""
+async def measure_prefill(engine: Engine, workload: Workload, rng: random.Random) -> Prefill:
+    """One prompt alone, up to its first output token."""
     prompt = _prompt(engine, workload.prefill_len, rng)
     started = time.perf_counter()
-    await engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-    return len(prompt) / (time.perf_counter() - started)
+    done = await engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+    return Prefill(done.usage.prompt_tokens, round(time.perf_counter() - started, 6))
 
 
 async def measure_decode(engine: Engine, concurrency: int, workload: Workload, rng: random.Random) -> Sample:
     """`concurrency` requests started together and read token by token."""
     params = SamplingParams(max_tokens=workload.output_len, temperature=0, ignore_eos=True)
     prompts = [_prompt(engine, workload.input_len, rng) for _ in range(concurrency)]
-    arrivals: list[list[float]] = [[] for _ in prompts]
+    found: list[TokenTimes | None] = [None] * concurrency
 
     async def read(index: int) -> None:
+        arrivals: list[float] = []
         async with engine.stream(prompts[index], params) as stream:
             async for delta in stream:
-                arrivals[index] += [time.perf_counter()] * len(delta.token_ids)
+                arrivals += [round(time.perf_counter() - started, 6)] * len(delta.token_ids)
+        usage = stream.result.usage
+        found[index] = TokenTimes(usage.prompt_tokens, usage.output_tokens, arrivals)
 
     started = time.perf_counter()
     async with anyio.create_task_group() as tasks:
         for index in range(concurrency):
             tasks.start_soon(read, index)
-    ended = time.perf_counter()
-    last_first = max(times[0] for times in arrivals)
-    decoded = sum(1 for times in arrivals for at in times if at > last_first)
-    return Sample(
-        concurrency=concurrency,
-        wall=ended - started,
-        first_tokens=[times[0] - started for times in arrivals],
-        gaps=[b - a for times in arrivals for a, b in itertools.pairwise(times)],
-        decode_rate=decoded / (ended - last_first) if decoded else 0.0,
-        output_rate=concurrency * workload.output_len / (ended - started),
-    )
+    wall = round(time.perf_counter() - started, 6)
+    return Sample(concurrency, wall, [times for times in found if times is not None])
 
 
 async def measure(engine: Engine, concurrencies: list[int], workload: Workload) -> Report:
     """All figures, the repeats interleaved so that a slow minute of the machine hits every row."""
     rng = random.Random(workload.seed)
     report = Report(workload)
-    prefill: list[float] = []
     samples: dict[int, list[Sample]] = {concurrency: [] for concurrency in concurrencies}
     await measure_decode(engine, 1, Workload(input_len=8, output_len=4), rng)  # not counted
     for _ in range(workload.repeat):
-        prefill.append(await measure_prefill(engine, workload, rng))
+        report.prefills.append(await measure_prefill(engine, workload, rng))
         for concurrency in concurrencies:
             samples[concurrency].append(await measure_decode(engine, concurrency, workload, rng))
-    report.prefill_rate = spread(prefill)
+    report.prefill_rate = spread([prefill.rate for prefill in report.prefills])
+    report.runs = [run for runs in samples.values() for run in runs]
     for concurrency, runs in samples.items():
         report.concurrency[concurrency] = {
             "decode_tokens_per_s": spread([run.decode_rate for run in runs]),
