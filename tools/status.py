@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CAPABILITIES = ROOT / "docs" / "capabilities.tsv"
 STATUS = ROOT / "docs" / "status.md"
 
+MILESTONES = ("engine", "server", "")  # the order of the page; the last one is everything else
 PROVEN, WAITING, FAILING, ELSEWHERE, NOTHING = "proven", "waiting", "FAILING", "needs a GPU", "nothing yet"
 
 
@@ -96,7 +97,7 @@ def row_state(clauses: Mapping[str, Clause]) -> str:
 
 
 def render(rows: Mapping[str, Row], clauses: Mapping[str, Mapping[str, Clause]]) -> str:
-    order = sorted(rows.values(), key=lambda row: not row.milestone)
+    order = sorted(rows.values(), key=lambda row: MILESTONES.index(row.milestone))
     counts = dict.fromkeys((PROVEN, WAITING, FAILING, ELSEWHERE, NOTHING), 0)
     for row in order:
         counts[row_state(clauses.get(row.id, {}))] += 1
@@ -113,12 +114,10 @@ def render(rows: Mapping[str, Row], clauses: Mapping[str, Mapping[str, Clause]])
     ]
     tested = [row for row in order if clauses.get(row.id)]
     missing = [row for row in order if not clauses.get(row.id)]
-    for title, chosen in (
-        ("The engine", [row for row in tested if row.milestone]),
-        ("Everything else that has tests", [row for row in tested if not row.milestone]),
-    ):
+    for milestone in MILESTONES:
+        chosen = [row for row in tested if row.milestone == milestone]
         if chosen:
-            page += ["", f"## {title}"]
+            page += ["", f"## {f'The {milestone}' if milestone else 'Everything else that has tests'}"]
             page += [line for row in chosen for line in render_row(row, clauses[row.id])]
     if missing:
         page += ["", "## Nothing yet", ""]

@@ -3,10 +3,14 @@ Used by the documentation tests; owns nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +67,26 @@ def run(
         timeout=timeout,
         check=False,
     )
+
+
+@contextlib.contextmanager
+def documented_server(cache: Path, cwd: Path) -> Iterator[str]:
+    """`infer serve` as the documentation says it, on a free port. Gives the address it prints; ends as Ctrl-C does."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["infer", "serve", "--port", str(port)]
+    environment = reader_environment(cache)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=cwd, env=environment)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("serving on "), f"infer serve said {said!r}"
+        yield said.split()[-1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=120)
+    assert code == 0, f"infer serve ended with {code}"
 
 
 def told(done: subprocess.CompletedProcess[str]) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from integration.documented_code import PAGES, ROOT, Block, blocks, run, told
+from integration.documented_code import PAGES, ROOT, Block, blocks, documented_server, run, told
 
 PYTHON = blocks("python")
 SHELL = [(block, line) for block in blocks("sh") for line in block.text.splitlines() if line.strip()]
+SERVED = "http://127.0.0.1:8000"
 
 
 def test_the_pages_have_code() -> None:
@@ -30,11 +32,21 @@ def test_every_fence_says_its_language() -> None:
         assert set(fences[1::2]) <= {""}, page
 
 
+@pytest.fixture(scope="module")
+def server(test_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the documented server listens during these tests; on the pages it is port 8000."""
+    with documented_server(test_cache, tmp_path_factory.mktemp("server")) as address:
+        yield address
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
-def test_python_block_runs(block: Block, test_cache: Path, tmp_path: Path) -> None:
+def test_python_block_runs(block: Block, test_cache: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    text = block.text
+    if SERVED in text:
+        text = text.replace(SERVED, request.getfixturevalue("server"))
     script = tmp_path / "snippet.py"
-    script.write_text(block.text, "utf-8")
+    script.write_text(text, "utf-8")
     done = run([sys.executable, "-W", "error::ResourceWarning", str(script)], test_cache, cwd=tmp_path)
     assert done.returncode == 0, told(done)
     assert done.stdout.strip(), "a snippet that shows nothing shows the reader nothing"
@@ -43,10 +55,14 @@ def test_python_block_runs(block: Block, test_cache: Path, tmp_path: Path) -> No
 
 @pytest.mark.model
 @pytest.mark.parametrize(("block", "line"), SHELL, ids=lambda value: value if isinstance(value, str) else value.name)
-def test_shell_line_works(block: Block, line: str, test_cache: Path, tmp_path: Path) -> None:
+def test_shell_line_works(
+    block: Block, line: str, test_cache: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """`infer` commands are run. Of the others, those that install or test all of this again are checked for existing."""
     words = shlex.split(line)
-    if "infer" in words:
+    if line == "infer serve":
+        assert request.getfixturevalue("server").startswith("http://127.0.0.1:")
+    elif "infer" in words:
         done = run(["sh", "-c", line], test_cache, cwd=tmp_path)
         assert done.returncode == 0, told(done)
         assert done.stdout.strip(), told(done)
