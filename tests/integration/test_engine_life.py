@@ -41,9 +41,18 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def end_early(engine: Engine, how: str) -> tuple[Request, int]:
     """Run a long request in its own task until it has 5 tokens, then end it as `how` says.
-    Returns the request, and how many steps were submitted between that moment and its last block being free."""
+    Returns the request, and how many steps were submitted between the engine's being told and the last block's being
+    free (the event loop may deliver a cancellation a moment after it was asked for)."""
     trace = record(engine)
-    ended_at: list[int] = []
+    told_at: list[int] = []
+    mailbox = parts_of(engine).mailbox
+    post_end = mailbox.post_end
+
+    def watched(*args: Any) -> None:
+        told_at.append(len(trace.plans))
+        post_end(*args)
+
+    mailbox.post_end = watched  # type: ignore[method-assign]
     results: list[Any] = []
     scope, over = anyio.CancelScope(), anyio.Event()
 
@@ -51,7 +60,6 @@ async def end_early(engine: Engine, how: str) -> tuple[Request, int]:
         async with engine.stream(prompt(40), greedy(400), request_id="victim") as stream:
             async for _ in stream:
                 if how == "leave the stream" and len(stream._choices[0].token_ids) >= 5:
-                    ended_at.append(len(trace.plans))
                     return
         results.append(stream.result)
 
@@ -71,13 +79,12 @@ async def end_early(engine: Engine, how: str) -> tuple[Request, int]:
             await over.wait()
         else:
             await until(lambda: request.num_output >= 5)
-            ended_at.append(len(trace.plans))
             if how.startswith("cancel"):
                 scope.cancel()
             else:
                 assert engine.abort("victim")
         await until(lambda: request.finish_reason is not None and not request.blocks.tables)
-        steps = len(trace.plans) - ended_at[0]
+        steps = len(trace.plans) - told_at[0]
         await over.wait()
     if how.startswith("abort"):
         assert results[0].finish_reason == "abort" and len(results[0].token_ids) >= 5
