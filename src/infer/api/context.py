@@ -6,6 +6,7 @@ One per server; made by `app.build_context`. Owns the register of running calls.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class CallRegister:
     def __init__(self, limit: int) -> None:
         self.draining = False
         self._limit = limit
-        self._calls: set[Call] = set()
+        self._calls: dict[str, Call] = {}
         self._empty: anyio.Event | None = None
 
     def __len__(self) -> int:
@@ -47,11 +48,13 @@ class CallRegister:
                     "retry later",
                     retry_after=1.0,
                 )
-        self._calls.add(call)
+        if call.unique_id in self._calls:  # the client, or a proxy, used its id twice
+            call.unique_id = f"{call.request_id}-{uuid.uuid4().hex[:8]}"
+        self._calls[call.unique_id] = call
         try:
             yield
         finally:
-            self._calls.discard(call)
+            del self._calls[call.unique_id]
             if not self._calls and self._empty is not None:
                 self._empty.set()
 
@@ -63,7 +66,7 @@ class CallRegister:
 
     def cut_off(self) -> None:
         """End every call with an error its client can read."""
-        for call in list(self._calls):
+        for call in list(self._calls.values()):
             call.cut_off(shutting_down())
 
 

@@ -99,7 +99,7 @@ class _Exchange:
             tasks.cancel_scope.cancel()
 
     async def _discard(self) -> None:
-        while True:
+        while not self._read:
             await self.receive()
 
     def log(self) -> None:

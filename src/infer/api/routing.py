@@ -57,6 +57,8 @@ class Call:
         self.query = QueryParams(scope.get("query_string", b""))
         self.path: dict[str, str] = scope.get("path_params", {})
         self.request_id: str = scope["infer.request_id"]
+        self.unique_id = self.request_id
+        """The request id, made unique among running calls: use it for ids of engine requests."""
         self.data: dict[str, Any] = {}
         self.notices: list[str] = []
         """What the server did otherwise than a reader of the request may think; sent in a response header."""

@@ -41,7 +41,7 @@ async def completions(call: Call) -> Response | None:
         call.context,
         body,
         model,
-        f"cmpl-{call.request_id}",
+        f"cmpl-{call.unique_id}",
         prompts,
         num_returned,
         asks_prompt_logprobs=call.data.get("prompt_logprobs") is not None,

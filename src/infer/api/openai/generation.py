@@ -116,7 +116,7 @@ def make_asks(
     call: Call, prefix: str, prompts: Sequence[Prompt], params: SamplingParams, body: GenerationBody
 ) -> list[Ask]:
     """Request ids are the reply's id, numbered when there are several prompts."""
-    base = f"{prefix}-{call.request_id}"
+    base = f"{prefix}-{call.unique_id}"
     return [
         Ask(
             prompt=prompt,

@@ -1,0 +1,93 @@
+"""Servers over a scripted engine, for tests: as an ASGI application in process, or on a loopback port."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import httpx2
+from anyio.from_thread import start_blocking_portal
+
+from infer.api import build_app, build_context, serve
+from infer.api.context import ApiContext
+from infer.config.engine import ApiSection, EngineConfig
+from infer.engine.engine import Engine
+from infer.testing.fake_engine import fake_engine, scripted
+from infer.testing.fake_executor import FakeWorker, NextToken
+
+MODEL = "fake-model"
+HELLO = "Hello, wörld! ✓"
+
+
+@dataclass(kw_only=True)
+class Server:
+    engine: Engine
+    worker: FakeWorker
+    context: ApiContext | None = None
+    address: str = ""
+    stop: anyio.Event = field(default_factory=anyio.Event)
+    tasks: Any = None
+
+    @property
+    def url(self) -> str:
+        return self.address + "/v1"
+
+    @property
+    def where(self) -> tuple[str, int]:
+        host, port = self.address.rpartition("//")[2].rsplit(":", 1)
+        return host, int(port)
+
+
+def api_settings(**values: Any) -> ApiSection:
+    return ApiSection(**{"port": 0, "served_model_names": (MODEL, "alias"), **values})
+
+
+@asynccontextmanager
+async def open_engine(next_token: NextToken | None = None, **fake: Any) -> AsyncIterator[tuple[Engine, FakeWorker]]:
+    workers: list[FakeWorker] = []
+    config = fake.pop("config", EngineConfig(cache={"num_blocks": 4096}))
+    async with fake_engine(next_token or scripted(HELLO), config, on_worker=workers.append, **fake) as engine:
+        yield engine, workers[0]
+
+
+@asynccontextmanager
+async def in_process(
+    next_token: NextToken | None = None, *, settings: dict[str, Any] | None = None, **fake: Any
+) -> AsyncIterator[tuple[httpx2.AsyncClient, Server]]:
+    """A client that calls the application without a socket. Replies arrive whole."""
+    async with open_engine(next_token, **fake) as (engine, worker):
+        context = build_context(engine, api_settings(**(settings or {})))
+        transport = httpx2.ASGITransport(build_app(context))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield client, Server(engine=engine, worker=worker, context=context)
+
+
+@asynccontextmanager
+async def on_loopback(
+    next_token: NextToken | None = None, *, settings: dict[str, Any] | None = None, **fake: Any
+) -> AsyncIterator[Server]:
+    """A server in the test's own event loop."""
+    async with open_engine(next_token, **fake) as (engine, worker), anyio.create_task_group() as tasks:
+        server = Server(engine=engine, worker=worker, tasks=tasks)
+
+        async def run(*, task_status: Any) -> None:
+            await serve(engine, api_settings(**(settings or {})), stop=server.stop, task_status=task_status)
+
+        server.address = await tasks.start(run)
+        yield server
+        tasks.cancel_scope.cancel()
+
+
+@contextmanager
+def in_thread(next_token: NextToken | None = None, **options: Any) -> Iterator[Server]:
+    """A server in a thread with an event loop of its own, for blocking clients."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(on_loopback(next_token, **options)) as s:
+        yield s
+
+
+def events(text: str) -> list[str]:
+    """The data of each server-sent event, in order."""
+    return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
