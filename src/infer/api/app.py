@@ -12,7 +12,7 @@ from itertools import groupby
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.api import health
+from infer.api import generate, health, metrics, ollama, render, sglang, utility
 from infer.api.auth import key_digests
 from infer.api.context import ApiContext, CallRegister
 from infer.api.errors import ApiError, error_response
@@ -27,7 +27,19 @@ from infer.engine.engine import Engine
 
 Topic = Callable[[ApiContext], list[ApiRoute]]
 
-TOPICS: tuple[Topic, ...] = (page.routes, health.routes, models.routes, chat.routes, completions.routes)
+TOPICS: tuple[Topic, ...] = (
+    page.routes,
+    health.routes,
+    models.routes,
+    chat.routes,
+    completions.routes,
+    render.routes,
+    generate.routes,
+    sglang.routes,
+    ollama.routes,
+    utility.routes,
+    metrics.routes,
+)
 
 
 def build_context(engine: Engine, settings: ApiSection | None = None) -> ApiContext:

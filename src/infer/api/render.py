@@ -1,0 +1,352 @@
+"""`/v1/chat/completions/render` and its inverse: what a chat becomes for the engine, and a reply of what it answered.
+
+Runs in request tasks, or anywhere without an engine: `Renderer.offline(tokenizer, template)`. Owns nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import Response
+
+from infer.api.context import ApiContext, CallRegister
+from infer.api.fields import Body, BodyModel, Unsupported, invalid_field
+from infer.api.generate import SAMPLING
+from infer.api.monitor import HealthMonitor
+from infer.api.openai import chat
+from infer.api.openai.models import check_model
+from infer.api.openai.schemas import CHAT, ChatBody
+from infer.api.routing import ApiRoute, Call
+from infer.config.engine import EngineConfig
+from infer.config.model import GenerationDefaults
+from infer.engine.admission import Admitted
+from infer.engine.outputs import ChoiceUpdate
+from infer.engine.prompts import PromptEncoder
+from infer.engine.step import PositionLogprobs, SamplingSpec
+from infer.engine.stream import ChoiceText, public_logprobs
+from infer.errors import InvalidRequestError
+from infer.types import Choice, Completion, SamplingParams, TokenId, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from infer.engine.engine import Engine
+    from infer.plugins.tokenizer import Tokenizer
+    from infer.text.chat_template import ChatTemplate
+
+_THEIR_NAME = {ours: name for name, ours in SAMPLING.sampling.items()}
+
+
+class _Reply(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class LogprobEntry(_Reply):
+    token_id: TokenId
+    logprob: float
+    rank: int
+    top_logprobs: list[LogprobEntry] = Field(default_factory=list)
+
+
+class LogprobContent(_Reply):
+    content: list[LogprobEntry]
+
+
+class ReplyChoice(_Reply):
+    """A choice of `/inference/v1/generate`."""
+
+    index: Annotated[int, Field(ge=0, lt=1024)] = 0
+    token_ids: list[TokenId] = Field(default_factory=list)
+    text: str | None = None
+    finish_reason: Literal["stop", "length", "repetition", "abort", "deadline"] = "stop"
+    stop_reason: int | str | None = None
+    logprobs: LogprobContent | None = None
+
+
+class PromptLogprob(_Reply):
+    logprob: float
+    rank: int
+
+
+class ReplyUsage(_Reply):
+    prompt_tokens: Annotated[int, Field(ge=0)] = 0
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class GenerateReply(_Reply):
+    """A reply of `/inference/v1/generate`; fields that say nothing to a chat's reader are passed over."""
+
+    request_id: Annotated[str, Field(max_length=256)]
+    created: int | None = None
+    choices: Annotated[list[ReplyChoice], Field(min_length=1, max_length=1024)]
+    usage: ReplyUsage | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+
+
+class DerenderBody(BodyModel):
+    generate_response: dict[str, Any]
+    """The whole reply of /inference/v1/generate; a choice's text is used where it has one, else its token ids."""
+    chat_request: dict[str, Any] | None = None
+    """The body that was rendered: it says what the reply shows and where its text stops."""
+    model: str | None = None
+    """One of the served names; absent: the model that is served."""
+    prompt_token_ids: list[TokenId] | None = None
+    """What render gave; text is decoded as a continuation of it."""
+    prompt_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Their count, where the ids are not at hand."""
+
+
+DERENDER = Body(
+    name="/v1/chat/completions/derender",
+    model=DerenderBody,
+    unsupported={
+        "stream": Unsupported(note="send the whole reply"),
+        "generate_chunk": Unsupported(note="send the whole reply as generate_response"),
+        "stream_state": Unsupported(note="send the whole reply"),
+    },
+)
+
+
+def routes(context: ApiContext) -> list[ApiRoute]:
+    renderer = Renderer(context)
+
+    async def render(call: Call) -> Response:
+        return call.json(await renderer.render(call.data, request_id=call.request_id, notices=call.notices))
+
+    async def derender(call: Call) -> Response:
+        return call.json(renderer.derender(call.data, notices=call.notices))
+
+    path = "/v1/chat/completions"
+    return [
+        ApiRoute(
+            method="POST", path=f"{path}/render", handler=render, body=CHAT, summary="A chat as /inference/v1/generate"
+        ),
+        ApiRoute(
+            method="POST", path=f"{path}/derender", handler=derender, body=DERENDER, summary="Its answer as a chat's"
+        ),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What templating and parsing need of an engine."""
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    prompts: PromptEncoder
+    max_model_len: int
+    defaults: GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the chat endpoint's functions need of a call."""
+
+    context: ApiContext
+    notices: list[str] = field(default_factory=list)
+
+
+class Renderer:
+    """The chat endpoint in two halves; its own functions do the work, so that both give the same."""
+
+    def __init__(self, context: ApiContext, defaults: GenerationDefaults | None = None) -> None:
+        self._context = context
+        self._defaults = defaults
+
+    @classmethod
+    def offline(
+        cls,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        config: EngineConfig | None = None,
+        max_model_len: int = 2**31 - 1,
+        defaults: GenerationDefaults | None = None,
+    ) -> Renderer:
+        """Without an engine. `defaults`: the checkpoint's generation_config.json."""
+        config = config or EngineConfig()
+        text = ModelText(
+            config, tokenizer, PromptEncoder(tokenizer, template), max_model_len, defaults or GenerationDefaults()
+        )
+        engine = cast("Engine", text)
+        context = ApiContext(
+            engine=engine,
+            settings=config.api,
+            model_names=config.api.served_model_names or (config.model.ref,),
+            key_digests=(),
+            calls=CallRegister(1),
+            health=HealthMonitor(engine),
+        )
+        return cls(context, text.defaults)
+
+    async def render(
+        self, data: dict[str, Any], *, request_id: str = "render", notices: list[str] | None = None
+    ) -> dict[str, Any]:
+        """A chat body to a body of `/inference/v1/generate`, with the prompt's text beside its ids."""
+        call = self._call(notices)
+        body, values = CHAT.parse(data, unknown=self._context.settings.unknown_fields, notices=call.notices)
+        model = check_model(self._context, body.model)
+        params = chat.chat_params(body, values, call)
+        ids = await chat.encode_chat(body, params, call)
+        text = self._context.engine.prompts.render(
+            chat.chat_messages(body, call),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=chat.template_variables(body),
+        )
+        rendered = {
+            "request_id": f"chatcmpl-{request_id}",
+            "model": model,
+            "prompt_text": text,
+            "token_ids": ids,
+            "sampling_params": self._sampling(params),
+            "priority": body.priority,
+        }
+        optional = {"cache_salt": body.cache_salt, "deadline": body.deadline}
+        return rendered | {name: value for name, value in optional.items() if value is not None}
+
+    def derender(self, data: dict[str, Any], *, notices: list[str] | None = None) -> dict[str, Any]:
+        """What the engine answered to the chat endpoint's reply."""
+        call = self._call(notices)
+        policy = self._context.settings.unknown_fields
+        body, _ = DERENDER.parse(data, unknown=policy, notices=call.notices)
+        reply = _checked(body.generate_response)
+        asked, values = CHAT.parse(body.chat_request or {"messages": []}, unknown=policy, notices=call.notices)
+        params = chat.chat_params(asked, values, call)
+        prompt_ids = tuple(body.prompt_token_ids or reply.prompt_token_ids or ())
+        usage = reply.usage or ReplyUsage()
+        done = Completion(
+            request_id=reply.request_id,
+            prompt_token_ids=prompt_ids,
+            choices=tuple(self._choice(choice, params, asked, prompt_ids) for choice in reply.choices),
+            usage=Usage(
+                prompt_tokens=len(prompt_ids) or body.prompt_tokens or usage.prompt_tokens,
+                output_tokens=sum(len(choice.token_ids) for choice in reply.choices),
+                cached_tokens=(usage.prompt_tokens_details or {}).get("cached_tokens") or 0,
+            ),
+            sampling=params,
+            prompt_logprobs=_prompt_logprobs(reply, prompt_ids, params.prompt_logprobs),
+        )
+        model = check_model(self._context, body.model or asked.model)
+        written = chat.ChatWriter(self._context, asked, model, reply.request_id).reply(done)
+        return written | {"created": int(time.time()) if reply.created is None else reply.created}
+
+    def _call(self, notices: list[str] | None) -> Call:
+        return cast("Call", _Asked(self._context, [] if notices is None else notices))
+
+    def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+        """As in force: the checkpoint's defaults where the caller was silent; a seed is drawn when it runs."""
+        engine = self._context.engine
+        defaults = self._defaults or engine.model_config.generation
+        used = dict(defaults.values) if engine.config.model.use_generation_config else {}
+        given = {name: getattr(params, name) for name in params.model_fields_set}
+        return {_THEIR_NAME[name]: value for name, value in sorted((used | given).items()) if value is not None}
+
+    def _choice(
+        self, reply: ReplyChoice, params: SamplingParams, asked: ChatBody, prompt_ids: tuple[int, ...]
+    ) -> Choice:
+        logprobs: list[PositionLogprobs] = []
+        if asked.logprobs:
+            if reply.logprobs is None or len(reply.logprobs.content) != len(reply.token_ids):
+                raise InvalidRequestError(
+                    "chat_request has logprobs=true, and generate_response has not one entry for each token",
+                    parameter="generate_response",
+                )
+            logprobs = [_position(entry, params.logprobs or 0) for entry in reply.logprobs.content]
+        if reply.text is not None:
+            return Choice(
+                index=reply.index,
+                text=reply.text,
+                token_ids=tuple(reply.token_ids),
+                finish_reason=reply.finish_reason,
+                stop_reason=reply.stop_reason,
+                logprobs=public_logprobs(logprobs) if asked.logprobs else None,
+            )
+        return self._decoded(reply, params, prompt_ids, logprobs)
+
+    def _decoded(
+        self,
+        reply: ReplyChoice,
+        params: SamplingParams,
+        prompt_ids: tuple[int, ...],
+        logprobs: list[PositionLogprobs],
+    ) -> Choice:
+        """The reader of a running request reads the ids, and finds the text and the stop that it would have found."""
+        admitted = Admitted(
+            prompt_ids=prompt_ids,
+            specs=(SamplingSpec(seed=0),) * (reply.index + 1),
+            max_tokens=1,
+            stop_ids={},
+            params=params,
+            defaults={},
+        )
+        reader = ChoiceText(reply.index, admitted, self._context.engine.tokenizer)
+        reason, matched = reply.finish_reason, reply.stop_reason
+        if reason == "length" and matched == "deadline":
+            reason, matched = "deadline", None
+        by_text = reason == "stop" and isinstance(matched, str)
+        update = ChoiceUpdate(reply.index, reply.token_ids, logprobs, [], None if by_text else reason, matched)
+        reader.read(update)
+        if reader.finish_reason is None:
+            raise InvalidRequestError(
+                f"stop_reason={matched!r} is not where the text of token_ids ends; give chat_request with its stop",
+                parameter="chat_request",
+            )
+        return reader.choice()
+
+
+def _checked(data: dict[str, Any]) -> GenerateReply:
+    try:
+        return GenerateReply.model_validate(data)
+    except ValidationError as error:
+        inner = invalid_field(error)
+        raise InvalidRequestError(
+            f"generate_response.{inner}", parameter=f"generate_response.{inner.parameter}", value=inner.value
+        ) from None
+
+
+def _position(entry: LogprobEntry, num_top: int) -> PositionLogprobs:
+    others = [(one.rank, one.token_id, one.logprob) for one in entry.top_logprobs if one.token_id != entry.token_id]
+    top = _best(entry.token_id, entry.logprob, others, num_top)
+    return PositionLogprobs(entry.token_id, entry.logprob, entry.rank, top)
+
+
+def _best(
+    token_id: int, logprob: float, others: Sequence[tuple[int, int, float]], num_top: int
+) -> tuple[tuple[int, float], ...]:
+    """The alternatives as the engine had them: a reply moves the position's own token to their front.
+
+    Others bear their places as ranks, so that the missing place is the token's own. Its own rank would not do: equal
+    log-probabilities share one.
+    """
+    ranked = [(other_id, value) for _, other_id, value in sorted(others)]
+    if len(ranked) < num_top:
+        places = {rank for rank, _, _ in others}
+        missing = next(place for place in range(1, len(ranked) + 2) if place not in places)
+        ranked.insert(missing - 1, (token_id, logprob))
+    return tuple(ranked[:num_top])
+
+
+def _prompt_logprobs(
+    reply: GenerateReply, prompt_ids: Sequence[int], num_top: int | None
+) -> tuple[TokenLogprob | None, ...] | None:
+    if num_top is None:
+        return None
+    entries = reply.prompt_logprobs
+    if entries is None or len(entries) != len(prompt_ids):
+        raise InvalidRequestError(
+            "chat_request has prompt_logprobs, and generate_response has not one entry for each of prompt_token_ids",
+            parameter="generate_response",
+        )
+    found: list[TokenLogprob | None] = []
+    for token_id, entry in zip(prompt_ids, entries, strict=True):
+        own = None if entry is None else entry.get(str(token_id))
+        if entry is None or own is None:
+            found.append(None)
+            continue
+        others = [(o.rank, int(key), o.logprob) for key, o in entry.items() if key != str(token_id)]
+        found.append(TokenLogprob(token_id, own.logprob, own.rank, _best(token_id, own.logprob, others, num_top)))
+    return tuple(found)

@@ -1,0 +1,126 @@
+"""What SGLang's `/generate` accepts: every documented field and what becomes of it.
+
+Plain data; the checks are `api.fields`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from infer.api.fields import Body, BodyModel, Unsupported
+from infer.api.openai.schemas import MAX_PRIORITY
+from infer.types import TokenId
+
+MAX_NEW_TOKENS = 128
+"""SGLang's default."""
+
+Rid = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class GenerateBody(BodyModel):
+    text: str | list[str] | None = None
+    """The prompt as text, or several."""
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    """The prompt as token ids, or several."""
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    """SGLang's sampling parameters, for all prompts or one set for each; max_new_tokens absent: 128, null: up to the
+    context."""
+    return_logprob: bool | list[bool] = False
+    """Log-probabilities of the output tokens in meta_info."""
+    logprob_start_len: int | list[int] | None = None
+    """With return_logprob, those of the prompt from this position on; -1: none."""
+    top_logprobs_num: Annotated[int, Field(ge=0)] | list[int] | None = None
+    """With return_logprob, alternatives per token."""
+    return_text_in_logprobs: bool = False
+    """The third member of each log-probability is the token's text."""
+    stream: bool = False
+    """Send server-sent events; each holds the whole output so far."""
+    rid: Rid | list[Rid] | None = None
+    """Name of the request, for the reply and for aborting it; numbered in a batch unless a list."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Only requests with the same salt share prefix-cache blocks."""
+    extra_key: str | list[str] | None = None
+    """A further salt."""
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    """Smaller runs first, with scheduler.policy=priority."""
+
+
+def _any(value: Any) -> bool:
+    return True
+
+
+_LATER = "not there yet"
+_TEXT_ONLY = "infer takes text only"
+_GRAMMAR = "structured output is not there yet"
+_ROUTING = Unsupported(note="there is one worker here", refused=False)
+_NO_EFFECT = Unsupported(note="has no effect here", refused=False)
+
+# fmt: off
+_SAME_NAMES = (
+    "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos",
+    "logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)
+# fmt: on
+
+GENERATE = Body(
+    name="/generate",
+    model=GenerateBody,
+    unsupported={
+        "input_embeds": Unsupported(note=_LATER),
+        "image_data": Unsupported(note=_TEXT_ONLY),
+        "video_data": Unsupported(note=_TEXT_ONLY),
+        "audio_data": Unsupported(note=_TEXT_ONLY),
+        "modalities": Unsupported(note=_TEXT_ONLY),
+        "token_ids_logprob": Unsupported(note=_LATER),
+        "return_hidden_states": Unsupported(note=_LATER),
+        "return_routed_experts": Unsupported(note=_LATER),
+        "routed_experts_start_len": Unsupported(note=_LATER, harmless=lambda value: value == 0),
+        "return_indexer_topk": Unsupported(note=_LATER),
+        "return_sampling_mask": Unsupported(note=_LATER),
+        "return_entropy": Unsupported(note=_LATER),
+        "return_flat_raw_top_logprobs": Unsupported(note=_LATER),
+        "session_params": Unsupported(note="send the whole prompt; the prefix cache finds what is known"),
+        "lora_path": Unsupported(note=_LATER),
+        "lora_id": Unsupported(note=_LATER),
+        "custom_logit_processor": Unsupported(note=_LATER),
+        "bootstrap_host": Unsupported(note=_LATER),
+        "bootstrap_port": Unsupported(note=_LATER),
+        "bootstrap_room": Unsupported(note=_LATER),
+        "max_thinking_tokens": Unsupported(note=_LATER),
+        "background": Unsupported(note=_LATER),
+        "session_id": _ROUTING,
+        "conversation_id": _ROUTING,
+        "routing_key": _ROUTING,
+        "routed_dp_rank": _ROUTING,
+        "data_parallel_rank": _ROUTING,
+        "log_metrics": Unsupported(
+            note="all requests are counted", refused=False, harmless=lambda value: value is True
+        ),
+        "no_logs": Unsupported(note="prompts are never logged", harmless=_any),
+        "custom_labels": _NO_EFFECT,
+        "external_trace_header": _NO_EFFECT,
+    },
+)
+SAMPLING = Body(
+    name="/generate sampling_params",
+    model=BodyModel,
+    sampling={
+        **{name: name for name in _SAME_NAMES},
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "sampling_seed": "seed",
+        "no_stop_trim": "include_stop",
+    },
+    unsupported={
+        "stop_regex": Unsupported(note=_LATER),
+        "json_schema": Unsupported(note=_GRAMMAR),
+        "regex": Unsupported(note=_GRAMMAR),
+        "ebnf": Unsupported(note=_GRAMMAR),
+        "structural_tag": Unsupported(note=_GRAMMAR),
+        "custom_params": Unsupported(note="custom logit processors are not there yet"),
+        "spaces_between_special_tokens": Unsupported(note="has no effect here", harmless=_any),
+        "stream_interval": Unsupported(note="the operator chooses it (scheduler.stream_interval)", refused=False),
+    },
+)
