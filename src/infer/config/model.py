@@ -63,6 +63,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[KVLayer, ...]
 
 
+class RoutedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer that sends each token to some of its experts."""
+
+    layer_id: int
+    """0-based decoder layer."""
+    num_experts: int
+    top_k: int
+
+
 class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     """What the model will occupy, computed from headers and shapes before any weight is read."""
 

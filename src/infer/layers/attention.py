@@ -63,7 +63,10 @@ class Attention(Layer):
 
 
 class SelfAttention(Layer):
-    """Projections, optional per-head q/k norm, rotation, attention. q, k and v are row shards of one weight."""
+    """Projections, optional q/k norm, rotation, attention. q, k and v are row shards of one weight.
+
+    The q/k norms go over each head, or with `norm_all_heads` over all heads of a token together (OLMoE).
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class SelfAttention(Layer):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
+        norm_all_heads: bool = False,
     ) -> None:
         self.facts = facts
         self.rotate = context.ops.rotary
@@ -83,6 +87,7 @@ class SelfAttention(Layer):
         self.k_norm: RMSNorm | None = None
         if qk_norm is not None:
             self.q_norm, self.k_norm = qk_norm
+        self.norm_all_heads = norm_all_heads
         self.attention = Attention(context, layer_id, facts)
 
     def __call__(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
@@ -91,7 +96,10 @@ class SelfAttention(Layer):
         heads = self.qkv(x).view(x.shape[0], facts.num_heads + 2 * facts.num_kv_heads, facts.head_size)
         q, k, v = heads.split_with_sizes((facts.num_heads, facts.num_kv_heads, facts.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            if self.norm_all_heads:
+                q, k = self.q_norm(q.flatten(1)).view_as(q), self.k_norm(k.flatten(1)).view_as(k)
+            else:
+                q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotate(q, k, *cos_sin)
         return self.out(self.attention(q, k, v, batch))
 

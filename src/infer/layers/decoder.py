@@ -5,7 +5,7 @@ Called on the worker thread; owns the parts a model file hands it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -14,12 +14,13 @@ from infer.layers.attention import SelfAttention, kv_layout
 from infer.layers.embedding import Embedding
 from infer.layers.linear import LMHead
 from infer.layers.mlp import MLP
+from infer.layers.moe import SparseMoE
 from infer.layers.norm import RMSNorm
 from infer.layers.parameter import Layer
 from infer.layers.rotary import Rotary
 
 if TYPE_CHECKING:
-    from infer.config.model import KVLayout
+    from infer.config.model import KVLayout, RoutedLayer
     from infer.plugins.model import ForwardBatch
     from infer.weights.mapping import WeightTable
 
@@ -38,10 +39,16 @@ class Block(Protocol):
 
 
 class DecoderBlock(Layer):
-    """norm, attention, add, norm, MLP: the Llama arrangement."""
+    """norm, attention, add, norm, MLP or experts: the Llama arrangement."""
 
     def __init__(
-        self, attention: SelfAttention, mlp: MLP, input_norm: RMSNorm, post_norm: RMSNorm, *, rotary: int = 0
+        self,
+        attention: SelfAttention,
+        mlp: MLP | SparseMoE,
+        input_norm: RMSNorm,
+        post_norm: RMSNorm,
+        *,
+        rotary: int = 0,
     ) -> None:
         self.attention = attention
         self.mlp = mlp
@@ -105,3 +112,17 @@ class Decoder(Layer):
 
     def weight_table(self) -> WeightTable:
         return self.table
+
+    def routed_layers(self) -> tuple[RoutedLayer, ...]:
+        """The layers with experts, lowest first; none in a dense model."""
+        return tuple(layer.routed for layer in self._sparse())
+
+    def set_route_taps(self, taps: Mapping[int, Tensor]) -> None:
+        """From the next forward pass on, the routers of these layers write their choice into these buffers
+        [max tokens of a step, K]; all others write nothing. The buffers are the caller's."""
+        for layer in self._sparse():
+            layer.route_tap = taps.get(layer.routed.layer_id)
+
+    def _sparse(self) -> list[SparseMoE]:
+        parts = [getattr(block, "mlp", None) for block in self.blocks]
+        return [part for part in parts if isinstance(part, SparseMoE)]

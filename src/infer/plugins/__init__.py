@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from infer.plugins.model import BuildContext, CausalLM, ForwardBatch, GGUFNames, ModelSpec
     from infer.plugins.model_source import ModelSource, ModelSourceSpec, Progress, ProgressCallback, ResolvedModel
     from infer.plugins.parser import Parser, ParserEvent, ParserSpec
-    from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe
+    from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe, Routing
     from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
     from infer.plugins.registry import Entry, Registry
     from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsRead
@@ -30,7 +30,7 @@ _HOMES = {
     "model": ("BuildContext", "CausalLM", "ForwardBatch", "GGUFNames", "ModelSpec"),
     "model_source": ("ModelSource", "ModelSourceSpec", "Progress", "ProgressCallback", "ResolvedModel"),
     "parser": ("Parser", "ParserEvent", "ParserSpec"),
-    "platform": ("AttentionMetadata", "Ops", "Platform", "PlatformSpec", "Probe"),
+    "platform": ("AttentionMetadata", "Ops", "Platform", "PlatformSpec", "Probe", "Routing"),
     "quant_method": ("QuantMethod", "QuantMethodSpec"),
     "registry": ("Entry", "Registry"),
     "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsRead"),
@@ -65,6 +65,7 @@ __all__ = [
     "QuantMethodSpec",
     "Registry",
     "ResolvedModel",
+    "Routing",
     "SchedulerConnector",
     "StorageTarget",
     "StorageTargetSpec",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from infer.config.platform import PlatformLimits
 
@@ -62,10 +62,28 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How a router makes K experts and their weights out of E logits; scores are fp32."""
+
+    top_k: int
+    scoring: Literal["softmax", "top_k_softmax", "sigmoid"] = "softmax"
+    """softmax: over all experts. top_k_softmax: over the chosen ones alone. sigmoid: each expert by itself."""
+    renormalize: bool = False
+    """Divide the chosen weights by their sum."""
+    num_groups: int = 1
+    """Neighbouring experts form groups of equal size; experts outside the `top_groups` best groups cannot be chosen."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    scale: float = 1.0
+    """Multiplies the weights at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """The kernels of a platform. The platform fills the table once; layers call it. Shapes are exact, layouts row-major.
 
     T tokens, R rows, H query heads, K key/value heads, D head size, N output and I input features, V vocabulary.
+    Experts: E of them, K chosen per token, N the hidden size, I the size of one expert.
     Optional entries are None when a platform has no fused form; layers then compose required ones.
     """
 
@@ -90,6 +108,15 @@ class Ops:
     """(x [T, N], rows [M] int64) -> [M, N]."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
     """(x, residual, weight, eps) -> (rms_norm(x + residual), x + residual)."""
+    topk_router: Callable[[Tensor, Routing, Tensor | None, Tensor | None], tuple[Tensor, Tensor]] | None = None
+    """(logits [T, E], rule, bias [E] fp32 or None, tap [T or more, K] or None) -> (weights [T, K] fp32, ids [T, K] int64).
+    The bias counts for the choice, not for the weights. ids descend by the score that chose them: the router's order.
+    A tap is a caller's buffer of any integer dtype: its first T rows become the ids, the others keep what they hold.
+    Required of platforms that run mixture-of-experts models, like `moe`."""
+    moe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """(x [T, N], ids [T, K] int64, weights [T, K] fp32, gate_up [E, 2I, N]: gate then up, down [E, N, I]) -> [T, N]:
+    the sum over K of weight * down(silu(gate x) * up x), added up in fp32 in the order of ids. Experts that no token
+    chose are not read."""
 
 
 class Platform(Protocol):

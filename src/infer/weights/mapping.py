@@ -6,7 +6,7 @@ Pure data; used on the worker thread while planning and loading.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infer.errors import WeightError
@@ -113,10 +113,12 @@ def decoder_table(
     qkv_bias: bool = False,
     out_bias: bool = False,
     mlp_bias: bool = False,
+    dense: Container[int] | None = None,
 ) -> WeightTable:
     """The Hugging Face names of a Llama-like decoder, for models assembled as `layers.decoder.Decoder`.
 
-    `norms` maps the part after "model.layers.N." to the path inside a block, both without ".weight".
+    `norms` maps the part after "model.layers.N." to the path inside a block, both without ".weight". `dense` says
+    which layers have a plain MLP (None: all); the experts of the others are the caller's to add (`add_experts`).
     """
     table = WeightTable()
     table.add("model.embed_tokens.weight", "embedding.weight")
@@ -130,7 +132,7 @@ def decoder_table(
                 table.add_shards(f"{block}.attention.qkv.{kind}", shards)
             if out:
                 table.add(f"{hf}.self_attn.o_proj.{kind}", f"{block}.attention.out.{kind}")
-            if mlp:
+            if mlp and (dense is None or i in dense):
                 shards = [(f"{hf}.mlp.{part}_proj.{kind}", intermediate_size) for part in ("gate", "up")]
                 table.add_shards(f"{block}.mlp.gate_up.{kind}", shards)
                 table.add(f"{hf}.mlp.down_proj.{kind}", f"{block}.mlp.down.{kind}")
@@ -144,3 +146,20 @@ def decoder_table(
     else:
         table.add("lm_head.weight", "head.weight")
     return table
+
+
+def add_experts(
+    table: WeightTable,
+    hf: str,
+    path: str,
+    *,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> None:
+    """The experts "<hf>.<e>.<name>.weight", stacked into `layers.moe.SparseMoE`'s "<path>.gate_up" and "<path>.down"."""
+    gate, up, down = names
+    both = [(f"{hf}.{e}.{name}.weight", intermediate_size) for e in range(num_experts) for name in (gate, up)]
+    table.add_shards(f"{path}.gate_up", both)
+    table.add_shards(f"{path}.down", [(f"{hf}.{e}.{down}.weight", hidden_size) for e in range(num_experts)])

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional as F
 
-from infer.backends.reference import activation, attention, kv, memory, norm, rotary
+from infer.backends.reference import activation, attention, kv, memory, moe, norm, rotary
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
@@ -26,6 +26,8 @@ OPS = Ops(
     write_kv=kv.write_kv,
     attention=attention.attention,
     gather_rows=kv.gather_rows,
+    topk_router=moe.topk_router,
+    moe=moe.moe,
 )
 """The table that other backends start from."""
 

@@ -18,7 +18,7 @@ from infer.config.model import KVLayout, ModelFootprint
 from infer.engine.sampling.sampler import workspace_bytes
 from infer.layers.parameter import Layer, named_parameters
 from infer.plugins.model import CausalLM, ForwardBatch
-from infer.plugins.platform import AttentionMetadata, Ops
+from infer.plugins.platform import AttentionMetadata, Ops, Routing
 from infer.weights.loader import largest_parameter_bytes, parameter_bytes
 
 CPU = torch.device("cpu")
@@ -71,10 +71,21 @@ def _widest_matrix(model: CausalLM) -> int:
 
 
 def shape_ops() -> Ops:
-    """Every required op reduced to the shape and dtype of its result, as `plugins.platform.Ops` documents them."""
+    """Every op that models need reduced to the shape and dtype of its result, as `plugins.platform.Ops` documents them."""
 
     def halves(x: Tensor) -> Tensor:
         return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+    def route(logits: Tensor, rule: Routing, bias: Tensor | None, tap: Tensor | None) -> tuple[Tensor, Tensor]:
+        shape = logits.shape[0], rule.top_k
+        return torch.empty(shape), torch.zeros(shape, dtype=torch.int64)
+
+    def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        # At worst all tokens choose one expert while the outputs of all K choices are kept for their sum.
+        kept, inner = x.new_empty(*ids.shape, x.shape[1]), x.new_empty(x.shape[0], gate_up.shape[1])
+        halved = halves(inner)
+        del inner, halved
+        return torch.empty(x.shape, dtype=torch.float32).to(kept.dtype)
 
     return Ops(
         embedding=lambda ids, weight: torch.empty(ids.shape[0], weight.shape[1], dtype=weight.dtype),
@@ -86,6 +97,8 @@ def shape_ops() -> Ops:
         write_kv=lambda k, v, k_cache, v_cache, slot_mapping: None,
         attention=lambda q, k_cache, v_cache, metadata, scale, window, softcap: torch.empty_like(q),
         gather_rows=lambda x, rows: x.new_empty(rows.shape[0], x.shape[1]),
+        topk_router=route,
+        moe=experts,
     )
 
 

@@ -1,0 +1,120 @@
+"""A sparse feed-forward block: a router, its experts as two stacked weights, and optionally an expert for every token.
+
+Called on the worker thread; owns router and expert weights, never the tap that a router writes its choice to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from infer.config.model import RoutedLayer
+from infer.errors import ModelError, UnsupportedModelError
+from infer.layers.mlp import MLP
+from infer.layers.parameter import Layer, Parameter
+from infer.plugins.platform import Routing
+
+if TYPE_CHECKING:
+    from infer.layers.facts import Facts
+    from infer.plugins.model import BuildContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEFacts:
+    """Shape and routing rule of a sparse block."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Of one expert."""
+    num_experts: int
+    routing: Routing
+    router_fp32: bool = False
+    """The router's weight and its product are fp32 whatever the compute dtype (DeepSeek)."""
+    score_bias: bool = False
+    """A correction bias per expert takes part in the choice (DeepSeek-V3)."""
+
+
+class SparseMoE(Layer):
+    """sum of weight_k * expert_k(x), plus the shared expert where there is one. Parameters: "router" [E, N];
+    "gate_up" [E * 2I, N], for each expert gate rows then up rows; "down" [E * N, I]; "score_bias" [E];
+    "shared_gate" [1, N], whose sigmoid scales the shared expert (Qwen2-MoE)."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        layer_id: int,
+        facts: MoEFacts,
+        *,
+        shared: MLP | None = None,
+        shared_gate: bool = False,
+    ) -> None:
+        ops = context.ops
+        if ops.topk_router is None or ops.moe is None:
+            raise UnsupportedModelError(
+                "this platform has no operations for mixture-of-experts layers (topk_router, moe); "
+                "choose another platform, for example 'reference'"
+            )
+        self.ops, self.route, self.experts = ops, ops.topk_router, ops.moe
+        self.facts = facts
+        self.routed = RoutedLayer(layer_id=layer_id, num_experts=facts.num_experts, top_k=facts.routing.top_k)
+        self.route_tap: Tensor | None = None
+        """[max tokens of a step, K], any integer dtype: when set, every forward pass writes the choice to its first rows."""
+        count, hidden, size = facts.num_experts, facts.hidden_size, facts.intermediate_size
+
+        def slot(*shape: int, dtype: torch.dtype = context.dtype) -> Parameter:
+            return Parameter(torch.empty(*shape, dtype=dtype, device=context.device))
+
+        self.router = slot(count, hidden, dtype=torch.float32 if facts.router_fp32 else context.dtype)
+        self.score_bias = slot(count, dtype=torch.float32) if facts.score_bias else None
+        self.gate_up = slot(count * 2 * size, hidden)
+        self.down = slot(count * hidden, size)
+        self.shared = shared
+        self.shared_gate = slot(1, hidden) if shared_gate else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, N] -> [T, N]."""
+        facts = self.facts
+        logits = self.ops.linear(x.float() if facts.router_fp32 else x, self.router.data, None)
+        bias = None if self.score_bias is None else self.score_bias.data
+        weights, ids = self.route(logits, facts.routing, bias, self.route_tap)
+        gate_up = self.gate_up.data.view(facts.num_experts, 2 * facts.intermediate_size, facts.hidden_size)
+        down = self.down.data.view(facts.num_experts, facts.hidden_size, facts.intermediate_size)
+        out = self.experts(x, ids, weights, gate_up, down)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self.ops.linear(x, self.shared_gate.data, None).sigmoid()
+        return out + shared
+
+
+def read_moe(facts: Facts, *, size_key: str, num_experts: int, top_k: int, renormalize: bool) -> MoEFacts:
+    """The facts of softmax-routed experts; the numbers are transformers' defaults for the architecture."""
+    # transformers renamed the key; both spellings are in circulation for every architecture.
+    key = "num_local_experts" if facts.raw.get("num_experts") is None else "num_experts"
+    experts = facts.integer(key, num_experts)
+    chosen = facts.integer("num_experts_per_tok", top_k)
+    if chosen > experts:
+        raise ModelError(
+            f"{facts.architecture}: num_experts_per_tok={chosen} in config.json is more than {key}={experts}"
+        )
+    return MoEFacts(
+        hidden_size=facts.integer("hidden_size"),
+        intermediate_size=facts.integer(size_key),
+        num_experts=experts,
+        routing=Routing(top_k=chosen, renormalize=renormalize),
+    )
+
+
+def sparse_layers(facts: Facts, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts, from `decoder_sparse_step` and `mlp_only_layers`."""
+    step = facts.integer("decoder_sparse_step", 1)
+    plain = facts.raw.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or not all(isinstance(i, int) and 0 <= i < num_layers for i in plain):
+        raise ModelError(
+            f"{facts.architecture}: mlp_only_layers={plain!r} in config.json must list layers of 0..{num_layers - 1}"
+        )
+    return tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
