@@ -120,10 +120,9 @@ class Greedy:
     token_ids: list[int]
     gaps: list[float]
 
-    @property
-    def comparable(self) -> int:
+    def comparable(self, tolerance: float = NEAR_TIE) -> int:
         """Positions before the first near-tie."""
-        return next((i for i, gap in enumerate(self.gaps) if gap < NEAR_TIE), len(self.gaps))
+        return next((i for i, gap in enumerate(self.gaps) if gap < tolerance), len(self.gaps))
 
 
 class Oracle:
@@ -162,10 +161,10 @@ class Oracle:
         return self.logits(token_ids).log_softmax(-1)
 
 
-def same_tokens(got: Sequence[int], expected: Greedy) -> int:
+def same_tokens(got: Sequence[int], expected: Greedy, tolerance: float = NEAR_TIE) -> int:
     """The near-tie rule: equal up to the oracle's first near-tie. Returns how many positions that was."""
     assert len(got) == len(expected.token_ids)
-    count = expected.comparable
+    count = expected.comparable(tolerance)
     assert list(got[:count]) == expected.token_ids[:count]
     return count
 
