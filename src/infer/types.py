@@ -74,6 +74,7 @@ class SamplingParams(BaseModel):
     logprobs_mode: LogprobsMode = "raw"
     """raw: log-softmax of the model's logits at temperature 1. raw_logits, processed_logits: before and after processors."""
     n: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
+    """Answers to one prompt, which is computed once. Greedy ones (temperature 0) are all equal."""
 
     if not TYPE_CHECKING:  # type checkers see the generated keyword-only signature
 
