@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import anyio
+
 from infer.config.resolve import CacheGroup, ResolvedCache, ResolvedScheduler
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.outputs import ChoiceUpdate, Outbox
@@ -101,13 +103,9 @@ def output(request: Request) -> list[int]:
 
 def fetch(request: Request) -> list[ChoiceUpdate]:
     """What the outbox has for the reader now; fails if the reader would have to wait."""
-    taking = request.outbox.take()
-    try:
-        taking.send(None)
-    except StopIteration as done:
-        updates: list[ChoiceUpdate] = done.value
-        return updates
-    raise AssertionError("nothing is due in the outbox")
+    if not request.outbox._ready:
+        raise AssertionError("nothing is due in the outbox")
+    return anyio.run(request.outbox.take)
 
 
 class StepDriver:

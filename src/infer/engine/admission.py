@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,13 @@ from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.prompts import PromptEncoder
 from infer.engine.step import SamplingSpec
-from infer.errors import ContextLengthError, InvalidRequestError
+from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError
 from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from infer.engine.request import Request
+    from infer.engine.scheduler.scheduler import Scheduler
     from infer.plugins.tokenizer import Tokenizer
     from infer.text.chat_template import ChatTemplate
 
@@ -70,6 +73,8 @@ class Admission:
         params, defaults = self._with_defaults(params or SamplingParams())
         if isinstance(self._tokenizer, NoTokenizer):
             self._tokenizer.check(params)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+            self._check_length(max(1, _length(prompt)), params)  # before anybody looks at every item
         prompt_ids = await self.prompts.encode(prompt, tools=tools)
         max_tokens = self._check_length(len(prompt_ids), params)
         self._check_ids(prompt_ids, params)
@@ -113,6 +118,13 @@ class Admission:
                 value=prompt_len,
             )
         if params.max_tokens is None:
+            if params.min_tokens > limit - prompt_len:
+                raise ContextLengthError(
+                    f"min_tokens={params.min_tokens} does not fit: behind the prompt ({prompt_len} tokens) the context "
+                    f"of {limit} has room for {limit - prompt_len}",
+                    parameter="min_tokens",
+                    value=params.min_tokens,
+                )
             return limit - prompt_len
         if prompt_len + params.max_tokens > limit:
             raise ContextLengthError(
@@ -155,7 +167,7 @@ class Admission:
             seed=params.seed or 0,
             temperature=params.temperature,
             top_p=params.top_p,
-            top_k=params.top_k,
+            top_k=min(params.top_k, self._model.vocab_size),
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
             frequency_penalty=params.frequency_penalty,
@@ -187,6 +199,65 @@ def _choice_spec(spec: SamplingSpec, index: int) -> SamplingSpec:
     fields["seed"] = (spec.seed + index) % 2**63
     fields["prompt_logprobs"] = None
     return SamplingSpec(**fields)
+
+
+def _length(prompt: Sequence[Any]) -> int:
+    try:
+        return len(prompt)
+    except OverflowError:  # range(10**30)
+        return sys.maxsize
+
+
+def check_scheduling(priority: object, cache_salt: object) -> None:
+    """What the scheduler sorts by and the prefix cache hashes, refused here: there a wrong type would hurt everyone."""
+    if type(priority) is not int:
+        raise InvalidRequestError(f"priority={priority!r} is not an integer", parameter="priority", value=priority)
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt or not _is_unicode(cache_salt)):
+        raise InvalidRequestError(
+            f"cache_salt={cache_salt!r} is not a non-empty string of valid Unicode",
+            parameter="cache_salt",
+            value=cache_salt,
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def check_room(scheduler: Scheduler, arrivals: Sequence[Request], count: int) -> None:
+    """Refuse `count` sequences that would have to wait behind a full queue; those that can start at once do not wait."""
+    limit = scheduler.config.max_num_waiting
+    if limit is None:
+        return
+    waiting = len(scheduler.waiting) + sum(1 + len(request.siblings) for request in arrivals)
+    startable = max(0, scheduler.config.max_num_active_seqs - len(scheduler.running))
+    if waiting + count > limit + startable:
+        raise QueueFullError(
+            f"the queue holds {max(0, waiting - startable)} requests and scheduler.max_num_waiting={limit}; retry later",
+            retry_after=1.0,
+        )
+
+
+def check_many(
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams | None] | None,
+    max_concurrent: int | None,
+) -> list[SamplingParams | None]:
+    """The parameters of each prompt of `generate_many`."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes | bytearray):
+        raise InvalidRequestError(
+            f"prompts is {type(prompts).__name__}; give a list of prompts", parameter="prompts", value=prompts
+        )
+    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} params", parameter="params", value=len(each))
+    if max_concurrent is not None and (type(max_concurrent) is not int or max_concurrent < 1):
+        raise InvalidRequestError(
+            f"max_concurrent={max_concurrent!r} is not a positive integer",
+            parameter="max_concurrent",
+            value=max_concurrent,
+        )
+    return each
 
 
 def refuse_unavailable(**arguments: object) -> None:

@@ -19,7 +19,15 @@ from infer.config.engine import EngineConfig
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig
 from infer.engine import startup
-from infer.engine.admission import Admission, Admitted, deadline_at, refuse_unavailable
+from infer.engine.admission import (
+    Admission,
+    Admitted,
+    check_many,
+    check_room,
+    check_scheduling,
+    deadline_at,
+    refuse_unavailable,
+)
 from infer.engine.blocking import BlockingEngine
 from infer.engine.metrics import EngineMetrics
 from infer.engine.outputs import Outbox
@@ -28,7 +36,7 @@ from infer.engine.request import Request
 from infer.engine.startup import EngineParts, Start
 from infer.engine.statistics import EngineStatistics, statistics
 from infer.engine.stream import Stream
-from infer.errors import EngineClosedError, EngineDeadError, InvalidRequestError, QueueFullError
+from infer.errors import EngineClosedError, EngineDeadError, InvalidRequestError
 from infer.plugins.model_source import ProgressCallback
 from infer.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -248,11 +256,7 @@ class Engine:
 
         params: one for all, or one per prompt. max_concurrent: None takes twice scheduler.max_num_seqs.
         """
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise InvalidRequestError(
-                f"{len(prompts)} prompts but {len(each)} params", parameter="params", value=len(each)
-            )
+        each = check_many(prompts, params, max_concurrent)
         limiter = anyio.Semaphore(max_concurrent or 2 * self.resolved.scheduler.max_num_seqs)
         done: list[Completion | None] = [None] * len(prompts)
         failures: list[Exception] = []
@@ -282,7 +286,7 @@ class Engine:
 
     async def reset_prefix_cache(self, *, restart_running: bool = False) -> bool:
         """Forget all cached KV blocks; False (and nothing changed) while requests hold some, unless they start over."""
-        parts = self._open_parts()
+        parts = self._serving_parts()
         done = anyio.Event()
         answer: list[bool] = []
 
@@ -292,6 +296,7 @@ class Engine:
 
         parts.mailbox.post_call(call)
         await done.wait()
+        self._serving_parts()
         return answer[0]
 
     # -- parts ---------------------------------------------------------------------------------------------------
@@ -322,10 +327,11 @@ class Engine:
             parts = self._serving_parts()
             refuse_unavailable(artifact=artifact, lora=lora)
             limit = deadline_at(deadline, called_at)
-            name = self._check_name(request_id)
+            check_scheduling(priority, cache_salt)
             admitted = await self._admission.admit(prompt, params, tools)
             parts = self._serving_parts()
-            self._check_room(parts, len(admitted.specs))
+            name = self._check_name(request_id)
+            check_room(parts.scheduler, parts.mailbox.arrivals, len(admitted.specs))
             outbox = Outbox(interval or parts.resolved.scheduler.stream_interval)
             requests = self._make_requests(name, admitted, outbox, priority, cache_salt, limit, arrived_at)
             self._requests[name] = requests
@@ -379,7 +385,7 @@ class Engine:
 
     def _check_name(self, request_id: str | None) -> str:
         if request_id is None:
-            return f"request-{next(self._names)}"
+            return next(name for number in self._names if (name := f"request-{number}") not in self._requests)
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
                 f"request_id={request_id!r} is not a non-empty string", parameter="request_id", value=request_id
@@ -389,14 +395,3 @@ class Engine:
                 f"request_id={request_id!r} is running already", parameter="request_id", value=request_id
             )
         return request_id
-
-    def _check_room(self, parts: EngineParts, count: int) -> None:
-        limit = parts.resolved.scheduler.max_num_waiting
-        if limit is None:
-            return
-        waiting = len(parts.scheduler.waiting) + len(parts.mailbox.arrivals)
-        if waiting + count > limit:
-            raise QueueFullError(
-                f"the queue holds {waiting} requests and scheduler.max_num_waiting={limit}; retry later",
-                retry_after=1.0,
-            )

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.lowlevel
+
+from infer.errors import EngineError
 
 if TYPE_CHECKING:
     from infer.engine.request import Request
@@ -71,7 +74,11 @@ class Outbox:
         return [entry for update in self._updates.values() for entry in update.prompt_logprobs]
 
     async def take(self) -> list[ChoiceUpdate]:
-        """Wait until some choice has `interval` tokens or has ended; returns the updates that are due."""
+        """Wait until some choice has `interval` tokens or has ended; returns the updates that are due. One reader."""
+        if self._reader is not None:
+            raise EngineError("another task is reading this request already; a stream has one reader")
+        # A reader that is woken again and again in step with the loop would never see that it is cancelled.
+        await anyio.lowlevel.checkpoint_if_cancelled()
         while not self._ready:
             self._reader = anyio.Event()
             try:

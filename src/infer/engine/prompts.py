@@ -37,9 +37,9 @@ class PromptEncoder:
         **template_options: Any,
     ) -> list[int]:
         """Token ids of a prompt. `template_options` are those of `render`, for chat messages."""
+        is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
+        _check_tools(tools, is_chat)
         if isinstance(prompt, str):
-            if tools:
-                raise InvalidRequestError("tools need chat messages, not a raw prompt", parameter="tools")
             return await self.encode_text(prompt, add_special_tokens=add_special_tokens)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise InvalidRequestError(
@@ -47,7 +47,7 @@ class PromptEncoder:
                 parameter="prompt",
                 value=prompt,
             )
-        if prompt and isinstance(prompt[0], dict):
+        if is_chat:
             text = self.render(prompt, tools=tools, **template_options)
             # The template writes BOS and every other special token itself.
             return await self.encode_text(text, add_special_tokens=False)
@@ -113,3 +113,12 @@ class PromptEncoder:
         return await anyio.to_thread.run_sync(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
+
+
+def _check_tools(tools: object, is_chat: bool) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequestError(f"tools={tools!r} is not a list of tool objects", parameter="tools", value=tools)
+    if tools and not is_chat:
+        raise InvalidRequestError("tools need chat messages, not a raw prompt", parameter="tools")

@@ -136,6 +136,7 @@ class Stream:
 
     @property
     def request_id(self) -> str:
+        self._check_entered()
         return self._requests[0].request_id
 
     @property
@@ -158,11 +159,18 @@ class Stream:
     @property
     def result(self) -> Completion:
         """The completion; raises `EngineError` while the stream has not been read to its end."""
+        self._check_entered()
         if self._result is None:
             raise EngineError("the stream has no result yet: read it to its end first")
         return self._result
 
+    def _check_entered(self) -> None:
+        if not self._requests:
+            raise EngineError("the stream was not entered: use it as `async with engine.stream(...) as stream`")
+
     async def __aenter__(self) -> Self:
+        if self._requests:
+            raise EngineError("a stream can be entered once; ask the engine for another one")
         await self._submit(self)
         return self
 
@@ -179,6 +187,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Delta:
+        self._check_entered()
         while not self._deltas:
             if self._result is not None or self._failed:
                 raise StopAsyncIteration

@@ -1,0 +1,12 @@
+"""A user's scheduler, named by import path in `scheduler.scheduler_class`. For tests; owns nothing."""
+
+from infer.engine.request import Request
+from infer.engine.scheduler.scheduler import Scheduler
+
+
+class LastComeFirstServed(Scheduler):
+    """Turns the queue around."""
+
+    def add(self, request: Request) -> None:
+        request.arrival = -request.arrival
+        super().add(request)
