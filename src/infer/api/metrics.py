@@ -126,6 +126,8 @@ class EngineCollector(Collector):
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(name, text, labels=_LABELS)
-        buckets = [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in histogram.cumulative()]
+        buckets = [
+            ("+Inf" if bound == float("inf") else str(float(bound)), count) for bound, count in histogram.cumulative()
+        ]
         family.add_metric(self._labels, buckets, histogram.total)
         return family

@@ -185,4 +185,3 @@ async def test_completions_of_ids_work_without_a_tokenizer() -> None:
 def test_a_tokenizer_cannot_be_named_and_skipped() -> None:
     with pytest.raises(ConfigError, match=r"model\.tokenizer and model\.skip_tokenizer=True"):
         EngineConfig(model={"skip_tokenizer": True, "tokenizer": "somewhere"})
-
