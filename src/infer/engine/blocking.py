@@ -25,14 +25,16 @@ class BlockingEngine:
     def __init__(self, make: Callable[[], Engine]) -> None:
         self._make = make
         self._stack: ExitStack | None = None
+        self._state = "new"
 
     def __enter__(self) -> Self:
-        if self._stack is not None:
-            raise EngineClosedError("this engine was entered already; make a new one to start again")
+        if self._state != "new":
+            raise EngineClosedError(f"this engine is {self._state}; make a new one to start again")
         with ExitStack() as stack:
             self._portal: BlockingPortal = stack.enter_context(start_blocking_portal())
             self._engine = stack.enter_context(self._portal.wrap_async_context_manager(self._make()))
             self._stack = stack.pop_all()
+        self._state = "open"
         return self
 
     def __exit__(
@@ -40,16 +42,23 @@ class BlockingEngine:
     ) -> bool | None:
         if self._stack is None:
             raise EngineClosedError("this engine was never entered")
+        self._state = "closed"
         return self._stack.__exit__(kind, error, trace)
 
     @property
     def engine(self) -> Engine:
         """The asynchronous engine, for its facts (`resolved`, `tokenizer`, `statistics()`)."""
+        self._open_portal()
         return self._engine
+
+    def _open_portal(self) -> BlockingPortal:
+        if self._state != "open":
+            raise EngineClosedError(f"the engine is {self._state}; use it inside `with Engine.blocking(...)`")
+        return self._portal
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
         """As `Engine.generate`."""
-        return self._portal.call(lambda: self._engine.generate(prompt, params, **options))
+        return self._open_portal().call(lambda: self._engine.generate(prompt, params, **options))
 
     def generate_many(
         self,
@@ -58,19 +67,20 @@ class BlockingEngine:
         **options: Any,
     ) -> list[Completion]:
         """As `Engine.generate_many`."""
-        return self._portal.call(lambda: self._engine.generate_many(prompts, params, **options))
+        return self._open_portal().call(lambda: self._engine.generate_many(prompts, params, **options))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
         """Deltas of one request; leaving the iteration early aborts it."""
+        portal = self._open_portal()
         stream = self._engine.stream(prompt, params, **options)
-        with self._portal.wrap_async_context_manager(stream):
+        with portal.wrap_async_context_manager(stream):
             while True:
                 try:
-                    delta = self._portal.call(stream.__anext__)
+                    delta = portal.call(stream.__anext__)
                 except StopAsyncIteration:
                     return
                 yield delta
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""
-        return self._portal.call(self._engine.abort, request_id)
+        return self._open_portal().call(self._engine.abort, request_id)
