@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,9 @@ import httpx2
 from anyio.from_thread import start_blocking_portal
 
 from infer.api import build_app, build_context, serve
-from infer.api.context import ApiContext
+from infer.api.app import TOPICS
+from infer.api.context import ApiContext, CallRegister
+from infer.api.routing import ApiRoute
 from infer.config.engine import ApiSection, EngineConfig
 from infer.engine.engine import Engine
 from infer.testing.fake_engine import fake_engine, scripted
@@ -26,10 +28,13 @@ HELLO = "Hello, wörld! ✓"
 class Server:
     engine: Engine
     worker: FakeWorker
-    context: ApiContext | None = None
     address: str = ""
     stop: anyio.Event = field(default_factory=anyio.Event)
-    tasks: Any = None
+    contexts: list[ApiContext] = field(default_factory=list)
+
+    @property
+    def calls(self) -> CallRegister:
+        return self.contexts[0].calls
 
     @property
     def url(self) -> str:
@@ -62,7 +67,7 @@ async def in_process(
         context = build_context(engine, api_settings(**(settings or {})))
         transport = httpx2.ASGITransport(build_app(context))
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-            yield client, Server(engine=engine, worker=worker, context=context)
+            yield client, Server(engine=engine, worker=worker, contexts=[context])
 
 
 @asynccontextmanager
@@ -71,10 +76,15 @@ async def on_loopback(
 ) -> AsyncIterator[Server]:
     """A server in the test's own event loop."""
     async with open_engine(next_token, **fake) as (engine, worker), anyio.create_task_group() as tasks:
-        server = Server(engine=engine, worker=worker, tasks=tasks)
+        server = Server(engine=engine, worker=worker)
+
+        def watched(context: ApiContext) -> list[ApiRoute]:
+            server.contexts.append(context)
+            return []
 
         async def run(*, task_status: Any) -> None:
-            await serve(engine, api_settings(**(settings or {})), stop=server.stop, task_status=task_status)
+            chosen = api_settings(**(settings or {}))
+            await serve(engine, chosen, topics=(*TOPICS, watched), stop=server.stop, task_status=task_status)
 
         server.address = await tasks.start(run)
         yield server
@@ -91,3 +101,10 @@ def in_thread(next_token: NextToken | None = None, **options: Any) -> Iterator[S
 def events(text: str) -> list[str]:
     """The data of each server-sent event, in order."""
     return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Poll: the condition is about another task, often of another thread."""
+    with anyio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110
+            await anyio.sleep(0.005)

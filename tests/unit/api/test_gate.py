@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from api_server import MODEL, api_settings, in_process
+from api_server import MODEL, api_settings, in_process, until
 from infer.api.auth import key_digests
 from infer.api.errors import ApiError
 from infer.api.limits import decode_object
@@ -166,8 +166,7 @@ async def test_too_many_requests_at_once_are_refused() -> None:
     async with in_process(settings={"max_concurrent_requests": 1}, latency=0.05) as (client, server):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: client.post(CHAT, json={**BODY, "max_tokens": 8}))
-            while not server.context.calls:  # type: ignore[union-attr]
-                await anyio.sleep(0.001)
+            await until(lambda: len(server.calls) == 1)
             refused = await client.post(CHAT, json=BODY)
             health = await client.get("/health")
         after = await client.post(CHAT, json=BODY)
@@ -181,8 +180,7 @@ async def test_a_full_engine_queue_is_429() -> None:
     async with in_process(config=config, latency=0.05) as (client, server), anyio.create_task_group() as tasks:
         for _ in range(2):
             tasks.start_soon(lambda: client.post(CHAT, json={**BODY, "max_tokens": 20}))
-        while not server.engine.statistics().waiting:
-            await anyio.sleep(0.01)
+        await until(lambda: server.engine.statistics().waiting == 1)
         whole = await client.post(CHAT, json=BODY)
         streamed = await client.post(CHAT, json={**BODY, "stream": True})
         ready = await client.get("/ready")
