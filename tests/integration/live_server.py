@@ -40,11 +40,16 @@ class LiveServer:
 
 
 @contextlib.contextmanager
-def live_server(make_engine: Callable[[EngineConfig], Engine], **settings: Any) -> Iterator[LiveServer]:
+def live_server(
+    make_engine: Callable[[EngineConfig], Engine],
+    *,
+    backend: tuple[str, dict[str, Any]] = ("asyncio", {}),
+    **settings: Any,
+) -> Iterator[LiveServer]:
     """`settings` are those of `EngineConfig`; the port is free unless stated."""
     settings["api"] = {"port": 0, "drain_seconds": 0.0, **settings.get("api", {})}
     engine = make_engine(EngineConfig(**settings))
-    with start_blocking_portal("asyncio") as portal:
+    with start_blocking_portal(*backend) as portal:
         running = portal.wrap_async_context_manager(_running(engine))
         url = running.__enter__()
         try:

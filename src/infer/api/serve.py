@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.abc import TaskStatus
-from hypercorn import asyncio as on_asyncio
 from hypercorn.config import Config
 
 from infer.api.app import TOPICS, Topic, build_app, build_context
+from infer.api.connections import serve_on_asyncio
 from infer.api.errors import unwrap
 from infer.api.listener import BACKLOG, Listener, open_listener
 from infer.config.engine import ApiSection
@@ -92,14 +92,15 @@ async def _serve(
 
 async def _hypercorn_serve(app: ASGIApp, config: Config, close: anyio.Event) -> None:
     """hypercorn for the event loop we run on."""
-    run: Any = on_asyncio.serve
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         from hypercorn import trio as on_trio  # noqa: PLC0415 - imports trio, which an asyncio application may not have
 
-        run = on_trio.serve
-    await run(app, config, shutdown_trigger=close.wait, mode="asgi")
+        serve_on_trio: Any = on_trio.serve
+        await serve_on_trio(app, config, shutdown_trigger=close.wait, mode="asgi")
+    else:
+        await serve_on_asyncio(app, config, close.wait)
 
 
 def _hypercorn_config(settings: ApiSection, fd: int) -> Config:
