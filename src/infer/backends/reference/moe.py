@@ -40,7 +40,7 @@ def topk_router(logits: Tensor, rule: Routing, bias: Tensor | None, tap: Tensor 
 
 def _within_best_groups(ranking: Tensor, rule: Routing) -> Tensor:
     """Scores [T, E] with -inf outside of each token's best groups."""
-    grouped = ranking.view(ranking.shape[0], rule.num_groups, -1)
+    grouped = ranking.view(ranking.shape[0], rule.num_groups, ranking.shape[1] // rule.num_groups)
     best = grouped.amax(-1) if rule.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
     groups = best.topk(rule.top_groups, dim=-1).indices
     outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, False)
