@@ -27,9 +27,11 @@ class Listener:
         self._path = path
         self._inode = path.stat().st_ino if path is not None else None
 
-    def listen(self) -> None:
-        """From now on clients can connect."""
+    def listen(self, write_timeout: float) -> None:
+        """From now on clients can connect. The kernel drops one that leaves data unread for `write_timeout` seconds."""
         try:
+            if self._socket.family != socket.AF_UNIX:
+                _set_tcp_options(self._socket, write_timeout)
             self._socket.listen(BACKLOG)
         except OSError as error:
             raise _refused(self.address, error, ("api.port",)) from None
@@ -58,6 +60,14 @@ def open_listener(settings: ApiSection) -> Listener:
     return _tcp(settings.host, settings.port, scheme)
 
 
+def _set_tcp_options(listening: socket.socket, write_timeout: float) -> None:
+    """Accepted sockets inherit them. The write timeout is the kernel's too because hypercorn's writes on trio cannot be
+    cancelled, and because a peer that lost its power never closes."""
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(write_timeout * 1000)))
+
+
 def _tcp(host: str, port: int, scheme: str) -> Listener:
     where = _url_host(host) + f":{port}"
     try:
@@ -68,7 +78,6 @@ def _tcp(host: str, port: int, scheme: str) -> Listener:
     bound = socket.socket(family, kind, proto)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
         if family == socket.AF_INET6 and host in ("::", ""):
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.bind(address)
@@ -115,7 +124,6 @@ def _inherited(fd: int, scheme: str) -> Listener:
     name = bound.getsockname()
     if bound.family == socket.AF_UNIX:
         return Listener(bound, f"unix:{name}")
-    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Listener(bound, f"{scheme}://{_url_host(name[0])}:{name[1]}")
 
 

@@ -47,7 +47,7 @@ async def serve(
     context = build_context(engine, settings)
     listener = listener if listener is not None else open_listener(context.settings)
     try:
-        listener.listen()
+        listener.listen(context.settings.write_timeout)
         await _serve(context, build_app(context, topics), listener, stop or anyio.Event(), task_status)
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
