@@ -26,8 +26,8 @@ from integration.live_server import LiveServer, live_server
 pytestmark = pytest.mark.heavy
 
 ROOT = Path(__file__).parents[2]
-NEAR_TIE = 0.05
-"""Batches of other sizes round differently in 4-bit weights at 8-bit activations; a wrong token is off by far more."""
+NEAR_TIE = 1e-3
+"""Log-probabilities closer than this may swap places between batches of different sizes in float32."""
 _hashed = hashed_token(95)
 
 
@@ -125,8 +125,13 @@ def test_256_streams_lose_and_repeat_no_token() -> None:
 def test_256_streams_of_a_real_model_equal_the_engine_in_process(smollm2_gguf: Path) -> None:
     """Every stream is complete. Every eighth is compared with the same engine asked in process: batches of other sizes
     may round differently, so ids may part only where the two candidates were nearly equally likely."""
-    prompts = prompts_of(256, 12, 40_000)
-    settings = {"model": str(smollm2_gguf), "scheduler": {"max_num_seqs": 256}, "cache": {"memory": 2**30}}
+    words = "river stone light morning paper garden window music winter ocean letter bridge".split()  # noqa: SIM905
+    prompts = [f"Number {i}: the {words[i % 12]} and the {words[i // 12 % 12]}, told" for i in range(256)]
+    settings = {
+        "model": {"ref": str(smollm2_gguf), "dtype": "float32"},
+        "scheduler": {"max_num_seqs": 256},
+        "cache": {"memory": 2**30},
+    }
     with live_server(Engine, **settings) as server:
         found = anyio.run(read_all, server.url, [body(prompt, 64) for prompt in prompts])
         engine, call = server.engine, server.portal.call
@@ -142,7 +147,7 @@ def test_256_streams_of_a_real_model_equal_the_engine_in_process(smollm2_gguf: P
             ids, other = found[index].token_ids, list(done.choices[0].token_ids)
             if ids != other:
                 parted += 1
-                check_near_tie(server, prompts[index], ids, other)
+                check_near_tie(server, list(done.prompt_token_ids), ids, other)
         assert parted < len(chosen) // 2, "near ties are rare"
 
 
