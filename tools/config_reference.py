@@ -82,6 +82,8 @@ def values(field: dict[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:
         return f"`{field['const']}`"
+    if "$ref" in field:
+        return f"{section_definition(field)}s"
     kind = field.get("type")
     if kind == "array":
         return f"list of {values(field['items'])}"

@@ -6,6 +6,15 @@ Used by every layer; owns nothing. HTTP status codes live in `api.errors`, not h
 from __future__ import annotations
 
 
+def shown(value: object) -> str:
+    """A value as an error message shows it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception as error:  # an integer of 5,000 digits, a broken __repr__
+        text = f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class InferError(Exception):
     """Base of every error raised on purpose by `infer`."""
 
@@ -100,7 +109,14 @@ class EngineDeadError(EngineError):
 
 
 class ArtifactError(InferError):
-    """Base of artifact failures."""
+    """Base of artifact failures. `code` is the word that refusals and receipts carry (see docs/artifacts.md)."""
+
+    def __init__(
+        self, message: str, *, code: str = "artifact_delivery_failed", retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after = retry_after
 
 
 class ArtifactCorruptError(ArtifactError):
@@ -116,11 +132,12 @@ class ArtifactRefusedError(ArtifactError):
 
 
 class StorageError(InferError):
-    """A storage target failed. `retryable` says whether the same call may succeed later."""
+    """A storage target failed. `retryable` says whether the same call may succeed later; `code` is what a receipt says."""
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, code: str = "artifact_delivery_failed") -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.code = code
 
 
 class StorageNotFoundError(StorageError):

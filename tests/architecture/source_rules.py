@@ -19,6 +19,7 @@ LAZY_PREFIXES = ("infer.cli", "infer.artifacts.exporters")
 """Packages whose functions may import: commands start quickly, exporters need optional packages."""
 LAZY_IMPORTS: dict[str, set[str]] = {
     "infer.api.serve": {"hypercorn"},
+    "infer.artifacts.pipeline": {"infer.artifacts.assembly"},
     "infer.engine.startup": {"infer.engine.worker.builder", "infer.weights.facts"},
     "infer.testing.tiny_models": {"transformers"},
     "infer.text.chat_template": {"infer.text.sandbox"},
@@ -29,6 +30,7 @@ registry scans the module."""
 DYNAMIC_IMPORTERS = {
     "infer.testing.tiny_models",
     "infer",
+    "infer.artifacts",
     "infer.plugins",
     "infer.plugins.builtins",
     "infer.plugins.manager",

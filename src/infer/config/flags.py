@@ -232,7 +232,7 @@ def _values(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         return "A,B,..."
     if get_origin(annotation) is dict:
-        return "KEY=VALUE,..."
+        return "KEY=VALUE,..." if str in get_args(annotation)[1:] else "JSON"
     inner = [_values(part) for part in get_args(annotation) if part is not type(None) and _is_type(part)]
     return "|".join(inner) or "TEXT"
 

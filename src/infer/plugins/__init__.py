@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe, Routing
     from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
     from infer.plugins.registry import Entry, Registry
-    from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsRead
+    from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsExpiry, SupportsRead
     from infer.plugins.tokenizer import DecodeStream, Tokenizer, TokenizerSpec
 
 _HOMES = {
@@ -33,7 +33,7 @@ _HOMES = {
     "platform": ("AttentionMetadata", "Ops", "Platform", "PlatformSpec", "Probe", "Routing"),
     "quant_method": ("QuantMethod", "QuantMethodSpec"),
     "registry": ("Entry", "Registry"),
-    "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsRead"),
+    "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsExpiry", "SupportsRead"),
     "tokenizer": ("DecodeStream", "Tokenizer", "TokenizerSpec"),
 }
 
@@ -69,6 +69,7 @@ __all__ = [
     "SchedulerConnector",
     "StorageTarget",
     "StorageTargetSpec",
+    "SupportsExpiry",
     "SupportsRead",
     "Tokenizer",
     "TokenizerSpec",

@@ -18,7 +18,7 @@ class StorageTargetSpec:
     """URL schemes it answers to."""
     example: dict[str, Any]
     """{"uri": ..., "options": {...}} for the kit, which appends object names to the uri; "{tmp}" in it stands for a
-    scratch directory."""
+    scratch directory. "create_only": True for a target that can never replace an object."""
 
 
 class StorageTarget(Protocol):
@@ -27,6 +27,16 @@ class StorageTarget(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class SupportsExpiry(Protocol):
+    """A target that is a grant for a while."""
+
+    @property
+    def expires_at(self) -> float:
+        """Unix time from which `put` refuses."""
+        ...
 
 
 @runtime_checkable

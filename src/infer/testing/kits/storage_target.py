@@ -38,7 +38,8 @@ def checks(spec: StorageTargetSpec, directory: Path) -> Iterator[Check]:
 
     readable = (_reads_back, _missing, _deletes)
     probe = load(spec)(uri.replace("{tmp}", str(directory / "probe")), dict(options))
-    bodies: tuple[Any, ...] = (_put, _keeps_existing, _one_winner, _closes_twice)
+    put: Any = _put_once if spec.example.get("create_only") else _put
+    bodies: tuple[Any, ...] = (put, _keeps_existing, _one_winner, _closes_twice)
     for body in bodies + (readable if isinstance(probe, SupportsRead) else ()):
         for backend in ("asyncio", "trio"):
             yield Check(f"{body.__name__.strip('_')}[{backend}]", partial(run, body, backend))
@@ -51,6 +52,19 @@ async def _put(make: Make) -> None:
     await target.put(b"x" * 300_000, if_absent=False)
     if isinstance(target, SupportsRead):
         expect(await target.get() == b"x" * 300_000, "put(if_absent=False) did not replace the object")
+    await target.aclose()
+
+
+async def _put_once(make: Make) -> None:
+    """A large object is stored; a target that can only create refuses to do anything else."""
+    target = make("put")
+    await target.put(b"x" * 300_000, if_absent=True)
+    try:
+        await make("other").put(b"x", if_absent=False)
+    except StorageError as error:
+        expect(str(error), "the error of a refused replacement has no message")
+    else:
+        raise AssertionError("put(if_absent=False) of a create-only target did not raise StorageError")
     await target.aclose()
 
 

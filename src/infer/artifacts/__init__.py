@@ -1,0 +1,33 @@
+"""Generation artifacts: what a trainer needs of a generation, encoded, delivered, read back and verified.
+
+Each name is loaded from its own module when it is first used; importing the package loads no numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infer.artifacts.codec import decode, encode
+    from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
+
+_HOMES = {
+    "codec": ("decode", "encode"),
+    "generation": ("ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs"),
+}
+
+__all__ = ["ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs", "decode", "encode"]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"infer.artifacts.{module}"), name)
+            globals()[name] = value  # the next access finds it without coming here
+            return value
+    raise AttributeError(f"module 'infer.artifacts' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

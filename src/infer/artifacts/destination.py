@@ -1,0 +1,105 @@
+"""From what a request names to a storage target that may be written: one target object per delivery, made at admission.
+
+Runs in the request's task; touches no network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
+from infer.config.artifacts import PROFILE_NAME, ArtifactsSection, check_object_key
+from infer.errors import ArtifactRefusedError, StorageError, UnknownPluginError
+from infer.plugins.registry import Registry
+from infer.plugins.storage_target import StorageTarget, SupportsExpiry
+
+PRESIGNED = "presigned_http_put"
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where one object goes."""
+
+    target: StorageTarget
+    max_bytes: int
+    object_id: str
+    expires_at: float | None = None
+    """Unix time, for targets that expire."""
+
+
+class _SinkStorage:
+    """A callable as a storage target."""
+
+    def __init__(self, sink: SinkTarget) -> None:
+        self._sink = sink
+        self.object_id = "sink"
+
+    async def put(self, data: bytes, *, if_absent: bool) -> None:
+        self.object_id = await self._sink.sink(data)
+
+    async def aclose(self) -> None:
+        pass
+
+
+def resolve_destination(request: ArtifactRequest, settings: ArtifactsSection, registry: Registry) -> Destination:
+    """Every rule of the target. Raises `ArtifactRefusedError` (artifact_target_rejected) with a fixed message."""
+    if isinstance(request.target, SinkTarget):
+        sink = _SinkStorage(request.target)
+        return Destination(sink, request.target.max_bytes, sink.object_id)
+    try:
+        if isinstance(request.target, PresignedTarget):
+            return _presigned(request.target, settings, registry)
+        return _managed(request.target, settings, registry)
+    except StorageError as error:
+        raise _rejected(str(error)) from None
+
+
+def _presigned(grant: PresignedTarget, settings: ArtifactsSection, registry: Registry) -> Destination:
+    options = {
+        "expires_at": grant.expires_at,
+        "max_bytes": grant.max_bytes,
+        "object_id": grant.object_id,
+        "required_headers": {name: value.reveal() for name, value in grant.required_headers.items()},
+        "hosts": settings.presigned_hosts,
+        "insecure_hosts": settings.insecure_http_hosts if settings.allow_insecure_http else (),
+        "max_ttl_seconds": settings.max_presigned_ttl_seconds,
+        "connect_timeout_seconds": settings.presigned_connect_timeout_seconds,
+        "timeout_seconds": settings.presigned_timeout_seconds,
+    }
+    target: StorageTarget = registry.create("storage_target", PRESIGNED, grant.url.reveal(), options)
+    expires = target.expires_at if isinstance(target, SupportsExpiry) else None
+    return Destination(target, grant.max_bytes, grant.object_id.strip(), expires)
+
+
+def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registry) -> Destination:
+    if not settings.enable_managed_fsspec:
+        raise _rejected("managed artifact targets are not enabled")
+    if not isinstance(named.profile, str) or not PROFILE_NAME.fullmatch(named.profile):
+        raise _rejected("the storage profile's name is not well formed")
+    profile = settings.storage_profiles.get(named.profile)
+    if profile is None:
+        raise _rejected("the storage profile is unknown")
+    try:
+        key = check_object_key(named.object_key)
+    except (ValueError, AttributeError) as error:
+        raise _rejected(str(error) if isinstance(error, ValueError) else "the object key must be text") from None
+    if not any(key == prefix or key.startswith(f"{prefix}/") for prefix in profile.allowed_prefixes):
+        raise _rejected("the object key is outside the profile prefix")
+    scheme = profile.url.partition("://")[0].lower()
+    names = [s.name for s in registry.specs("storage_target") if scheme in s.schemes and s.name != PRESIGNED]
+    if "://" not in profile.url or not names:
+        raise _rejected("the profile's scheme is not allowed")
+    options = {
+        "root": profile.url,
+        "storage_options": dict(profile.storage_options),
+        "timeout_seconds": settings.managed_timeout_seconds,
+    }
+    try:
+        target: StorageTarget = registry.create("storage_target", names[0], f"{profile.url.rstrip('/')}/{key}", options)
+    except UnknownPluginError:
+        raise _rejected("the profile's scheme is not allowed") from None
+    return Destination(target, settings.max_bytes, f"{named.profile}:{key}")
+
+
+def _rejected(message: str) -> ArtifactRefusedError:
+    return ArtifactRefusedError(message, code="artifact_target_rejected")

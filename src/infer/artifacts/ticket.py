@@ -1,0 +1,99 @@
+"""One admitted artifact, from admission to release. Used by the request's own task; owns its captured data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from infer.artifacts.admission import Admitted, GenerationBounds
+from infer.artifacts.capture import Capture
+from infer.artifacts.destination import Destination
+from infer.artifacts.receipt import ArtifactReceipt
+from infer.artifacts.request import ArtifactRequest
+from infer.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from infer.artifacts.generation import GenerationArtifact
+    from infer.artifacts.pipeline import ArtifactPipeline
+
+logger = logging.getLogger("infer.artifacts")
+
+
+class Ticket:
+    """An admitted artifact: `record` what is generated, `finish` once, `release` in any case."""
+
+    def __init__(
+        self,
+        pipeline: ArtifactPipeline,
+        request: ArtifactRequest,
+        bounds: GenerationBounds,
+        admitted: Admitted,
+        destination: Destination,
+    ) -> None:
+        self.request = request
+        self.bounds = bounds
+        self.admitted = admitted
+        self.destination = destination
+        self.failure: ArtifactError | None = None
+        """Why the artifact cannot be complete any more; the tokens flow on."""
+        self._pipeline = pipeline
+        self._capture: Capture | None = None
+        self._finished = False
+        self.delivering = False
+        """Set by the pipeline while it encodes and writes."""
+        self._released = False
+
+    @property
+    def capture(self) -> Capture:
+        """Made at first use, so that a caller who brings a finished artifact holds nothing twice."""
+        if self._capture is None:
+            self._capture = Capture(self.request.contents, self.bounds)
+        return self._capture
+
+    def record(self, choice_index: int, **captured: Any) -> None:
+        """`Capture.record`, but a violation marks the artifact as failed and never disturbs the generation."""
+        self._guard(lambda: self.capture.record(choice_index, **captured))
+
+    def trim(self, choice_index: int, completion_tokens: int) -> None:
+        """`Capture.trim`, guarded in the same way."""
+        self._guard(lambda: self.capture.trim(choice_index, completion_tokens))
+
+    async def finish(self, artifact: GenerationArtifact | None = None, *, aborted: bool = False) -> ArtifactReceipt:
+        """Encode, deliver, and say what became of it. Never raises for a failed artifact; the second call is an error.
+
+        A caller cancelled before a slot was free has delivered nothing; later, the delivery runs on by itself.
+        """
+        if self._finished:
+            raise ArtifactError("this artifact was finished already", code="artifact_capture_failed")
+        self._finished = True
+        if aborted and not self.request.deliver_on_abort:
+            return self._pipeline.fail(self, "artifact_cancelled")
+        if self.failure is None and artifact is None and self._capture is None:
+            self.failure = ArtifactError("nothing was captured", code="artifact_capture_failed")
+        if self.failure is not None:
+            return self._pipeline.fail(self, self.failure.code)
+        return await self._pipeline.deliver(self, self.capture if artifact is None else artifact)
+
+    def release(self) -> None:
+        """Forget the captured data and give the reservation back; a running delivery does so at its end. Idempotent."""
+        self._finished = True
+        if not self.delivering and not self._released:
+            self._released = True
+            if self._capture is not None:
+                self._capture.release()
+            self._pipeline.give_back(self.admitted.reserved_bytes)
+
+    def _guard(self, step: Callable[[], None]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            step()
+        except ArtifactError as error:
+            self.failure = error
+        except Exception as error:  # whatever it is, the tokens must flow
+            self.failure = ArtifactError(type(error).__name__, code="artifact_capture_failed")
+        if self.failure is not None:
+            logger.warning("artifact of request %s: capture failed", self.bounds.request_id)
+            if self._capture is not None:
+                self._capture.release()

@@ -1,0 +1,135 @@
+"""Objects in S3 through s3fs, one PutObject with If-None-Match each. Blocks; runs on a worker thread.
+
+Owns one filesystem with one client, made for this delivery and closed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from infer.errors import StorageError, StorageNotFoundError, StorageUnavailableError
+
+CHUNK = 2**26
+"""s3fs sends one PutObject for anything below twice this."""
+_EXPECTED = "s3fs.core.S3FileSystem"
+
+
+class S3Object:
+    """`path` is bucket/key. s3fs itself makes one attempt per call, so that every retry is one that botocore counts."""
+
+    def __init__(self, scheme: str, path: str, options: dict[str, Any], seconds: float) -> None:
+        self._scheme = scheme
+        self._path = path
+        given = dict(options.pop("config_kwargs", {}))
+        defaults = {
+            "connect_timeout": min(seconds, 10),
+            "read_timeout": seconds,
+            "retries": {"max_attempts": 2, "mode": "standard"},
+        }
+        self._options = {**options, "config_kwargs": {**defaults, **given}}
+        self._filesystem: Any = None
+        self.writing = False
+
+    def put(self, data: bytes, *, if_absent: bool) -> None:
+        filesystem = self._open()
+        self.writing = True
+        mode = "create" if if_absent else "overwrite"
+        try:
+            filesystem.pipe_file(self._path, data, mode=mode, chunksize=CHUNK)
+        except Exception as error:
+            if _maybe_stored(error) and self._holds(data):
+                return
+            raise _put_failure(error) from None
+
+    def get(self, start: int, end: int | None) -> bytes:
+        try:
+            content: bytes = self._open().cat_file(self._path, start=start or None, end=end)
+        except FileNotFoundError:
+            raise StorageNotFoundError("the object does not exist") from None
+        return content
+
+    def exists(self) -> bool:
+        filesystem = self._open()
+        filesystem.invalidate_cache()
+        return bool(filesystem.exists(self._path))
+
+    def list(self) -> list[str]:
+        folder = self._path.rpartition("/")[0]
+        names: list[str] = self._open().ls(folder, detail=False, refresh=True)
+        return sorted(names)
+
+    def delete(self) -> None:
+        self._open().rm_file(self._path)
+
+    def close(self) -> None:
+        filesystem, self._filesystem = self._filesystem, None
+        creator = getattr(filesystem, "_s3creator", None)
+        if creator is not None:
+            with contextlib.suppress(Exception):
+                filesystem.close_session(filesystem.loop, creator)
+
+    def _open(self) -> Any:
+        if self._filesystem is None:
+            made = fsspec.filesystem(self._scheme, skip_instance_cache=True, use_listings_cache=False, **self._options)
+            names = {f"{base.__module__}.{base.__qualname__}" for base in type(made).__mro__}
+            protocols = (made.protocol,) if isinstance(made.protocol, str) else tuple(made.protocol)
+            # fsspec lets any package register itself under any name.
+            if _EXPECTED not in names or self._scheme not in protocols:
+                raise StorageError(
+                    "the filesystem behind the profile's scheme is not S3", code="artifact_upload_rejected"
+                )
+            made.retries = 1
+            self._filesystem = made
+        return self._filesystem
+
+    def _holds(self, data: bytes) -> bool:
+        """The object is there with exactly these bytes: an authorised read proves the write."""
+        try:
+            return bool(self._open().cat_file(self._path) == data)
+        except Exception:
+            return False
+
+
+def _response(error: BaseException) -> dict[str, Any]:
+    """botocore's account of the last answer; s3fs keeps it as the cause."""
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)
+        if isinstance(response, dict):
+            return response
+    return {}
+
+
+def _status(error: BaseException) -> int | None:
+    metadata = _response(error).get("ResponseMetadata", {})
+    status = metadata.get("HTTPStatusCode")
+    return status if isinstance(status, int) else None
+
+
+def _maybe_stored(error: BaseException) -> bool:
+    """An attempt before the last one, or the last one without an answer, may have reached the server."""
+    if _status(error) is None:
+        return not _never_connected(error)
+    return bool(_response(error).get("ResponseMetadata", {}).get("RetryAttempts"))
+
+
+def _never_connected(error: BaseException) -> bool:
+    names = {type(candidate).__name__ for candidate in (error, error.__cause__) if candidate is not None}
+    return bool(
+        names & {"EndpointConnectionError", "ConnectTimeoutError", "NoCredentialsError", "ParamValidationError"}
+    )
+
+
+def _put_failure(error: BaseException) -> StorageError:
+    status = _status(error)
+    exists = isinstance(error, FileExistsError) or (isinstance(error, OSError) and error.errno == errno.EEXIST)
+    if exists or status == 412:
+        return StorageError("an object exists already", code="artifact_conflict")
+    if status is not None:
+        return StorageError("managed artifact write failed", retryable=status >= 500, code="artifact_upload_rejected")
+    if _never_connected(error):
+        return StorageUnavailableError("managed artifact write failed")
+    return StorageError("the object may or may not have been stored", code="artifact_outcome_unknown")
