@@ -19,7 +19,7 @@ from infer.layers.moe import MoEFacts, SparseMoE, read_moe, sparse_layers
 from infer.layers.norm import RMSNorm
 from infer.layers.rotary import RopeFacts, Rotary
 from infer.plugins.hookspecs import hookimpl
-from infer.plugins.model import API_VERSION, ModelSpec
+from infer.plugins.model import API_VERSION, GGUFNames, ModelSpec
 from infer.weights.mapping import WeightTable, add_experts, decoder_table
 
 if TYPE_CHECKING:
@@ -135,6 +135,44 @@ def weight_table(view: Qwen3MoeConfig) -> WeightTable:
     return table
 
 
+GGUF = GGUFNames(
+    arch="qwen3moe",
+    architecture="Qwen3MoeForCausalLM",
+    config_keys={
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+        "max_position_embeddings": "context_length",
+        "vocab_size": "vocab_size",
+        "rope_theta": "rope.freq_base",
+    },
+    tensors={
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+        "blk.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "blk.{i}.attn_q.weight": "model.layers.{i}.self_attn.q_proj.weight",
+        "blk.{i}.attn_k.weight": "model.layers.{i}.self_attn.k_proj.weight",
+        "blk.{i}.attn_q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+        "blk.{i}.attn_k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+        "blk.{i}.attn_v.weight": "model.layers.{i}.self_attn.v_proj.weight",
+        "blk.{i}.attn_output.weight": "model.layers.{i}.self_attn.o_proj.weight",
+        "blk.{i}.ffn_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "blk.{i}.ffn_gate_inp.weight": "model.layers.{i}.mlp.gate.weight",
+        "blk.{i}.ffn_gate_exps.weight": "model.layers.{i}.mlp.experts.{e}.gate_proj.weight",
+        "blk.{i}.ffn_up_exps.weight": "model.layers.{i}.mlp.experts.{e}.up_proj.weight",
+        "blk.{i}.ffn_down_exps.weight": "model.layers.{i}.mlp.experts.{e}.down_proj.weight",
+    },
+    fixed={"norm_topk_prob": True},  # no key in the file; llama.cpp decides by architecture
+)
+
 EXAMPLE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -170,6 +208,7 @@ def infer_models() -> list[ModelSpec]:
             factory=f"{__name__}:factory",
             architectures=("Qwen3MoeForCausalLM",),
             config_view=f"{__name__}:config_view",
+            gguf=GGUF,
             example=EXAMPLE,
         )
     ]

@@ -49,7 +49,8 @@ class GGUFNames:
     config_keys: dict[str, str]
     """config.json key -> GGUF key after the architecture prefix, e.g. "hidden_size": "embedding_length"."""
     tensors: dict[str, str]
-    """GGUF tensor name -> HF name; "{i}" stands for the layer number in both."""
+    """GGUF tensor name -> HF name; "{i}" stands for the layer number in both, "{e}" in the HF name for the expert number:
+    the GGUF tensor then stacks all experts."""
     permuted: dict[str, str] = field(default_factory=dict)
     """HF suffix -> config key of its head count, for q/k rows that llama.cpp interleaves for rotary."""
     norm_offset: float = 0.0

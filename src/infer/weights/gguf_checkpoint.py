@@ -5,6 +5,7 @@ Worker thread, blocking. Owns the opened file; memory beyond the result is one c
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -133,10 +134,24 @@ def _translate(file: GGUFFile, names: GGUFNames) -> tuple[Mapping[str, GGUFTenso
                 "the file was converted for another model or by a newer llama.cpp",
                 tensor=tensor.name,
             )
-        name = target.replace("{i}", number)
-        if name in sources:
-            raise WeightError(
-                f"{file.path}: tensors {sources[name].name!r} and {tensor.name!r} are both {name!r}", tensor=name
-            )
-        sources[name] = tensor
+        for name, part in _experts(file, target.replace("{i}", number), tensor):
+            if name in sources:
+                raise WeightError(
+                    f"{file.path}: tensors {sources[name].name!r} and {tensor.name!r} are both {name!r}", tensor=name
+                )
+            sources[name] = part
     return sources, tuple(skipped)
+
+
+def _experts(file: GGUFFile, name: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+    """The tensor itself, or, when its name is one per expert, the pieces of the stack [E, rows, columns]."""
+    if "{e}" not in name:
+        yield name, tensor
+        return
+    if len(tensor.shape) != 3 or tensor.shape[0] < 1:
+        raise WeightError(f"{file.path}: tensor {tensor.name!r} of shape {tensor.shape} is no stack of experts")
+    count = tensor.shape[0]
+    size = tensor.nbytes // count  # blocks never cross rows
+    for expert in range(count):
+        piece = dataclasses.replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, nbytes=size)
+        yield name.replace("{e}", str(expert)), piece

@@ -155,7 +155,13 @@ def _gguf(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
         return
     expect(names.architecture in spec.architectures, f"gguf.architecture {names.architecture!r} is not its own")
     table = _plan(spec, ops, quant).weight_table()
-    translated = {hf.replace("{i}", str(i)) for hf in names.tensors.values() for i in range(2)}
+    experts = spec.example.get("num_experts") or spec.example.get("num_local_experts") or 1
+    translated = {
+        hf.replace("{i}", str(i)).replace("{e}", str(e))
+        for hf in names.tensors.values()
+        for i in range(2)
+        for e in range(experts if "{e}" in hf else 1)
+    }
     missing = sorted(set(table.targets) - translated)
     expect(not missing, f"no GGUF name for {missing[:3]}")
     keys = set(names.config_keys) | set(names.fixed)
