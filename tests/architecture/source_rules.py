@@ -21,6 +21,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "infer.api.serve": {"hypercorn"},
     "infer.artifacts.pipeline": {"infer.artifacts.assembly"},
     "infer.engine.startup": {"infer.engine.worker.builder", "infer.weights.facts"},
+    "infer.testing.moe_from_dense": {"safetensors.torch"},
     "infer.testing.tiny_models": {"transformers"},
     "infer.text.chat_template": {"infer.text.sandbox"},
     "infer.tokenizers": {"tokenizers", "infer.tokenizers", "infer.weights.gguf"},
