@@ -1,4 +1,4 @@
-"""hypercorn on asyncio, with one repair: a connection whose client is gone ends now, not at its idle time-out.
+"""hypercorn on asyncio, with two repairs: a connection whose client is gone ends now, and quietly.
 
 Runs in the server's event loop. Without it every client that hangs up between requests leaves a file and three tasks
 behind for `idle_timeout` seconds (hypercorn 0.18; its trio server does not).
@@ -6,6 +6,7 @@ behind for `idle_timeout` seconds (hypercorn 0.18; its trio server does not).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Awaitable, Callable
 from types import ModuleType
@@ -30,6 +31,11 @@ class Connection(TCPServer):
         finally:
             self._gone = True
             await self.idle_task.stop()
+
+    async def _close(self) -> None:
+        # hypercorn expects resets; a peer that the kernel gave up on (ETIMEDOUT, EHOSTUNREACH) is gone just the same.
+        with contextlib.suppress(OSError):
+            await super()._close()
 
     async def _idle_timeout(self) -> None:
         if not self._gone:
