@@ -43,7 +43,7 @@ def finds_gguf(path: Path) -> bool:
 
 def load(path: Path) -> FastTokenizer:
     """The tokenizer of the GGUF file at `path`; `UnsupportedModelError` names a kind that is not supported."""
-    from infer.weights.gguf import GGUFFile  # noqa: PLC0415 - see docs/decisions/tokenizer-reads-gguf-header.md
+    from infer.weights.gguf import GGUFFile  # noqa: PLC0415 - see docs/decisions/002-tokenizer-reads-gguf-header.md
 
     with GGUFFile.open(path) as file:
         return from_metadata(file.metadata)
