@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, shown
 
 FinishReason = Literal["stop", "length", "repetition", "deadline", "abort", "error"]
 LogprobsMode = Literal["raw", "raw_logits", "processed_logits"]
@@ -21,6 +21,8 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+MAX_LISTED = 2**20
+"""Ids or words in one list: more than any vocabulary, and an end to what never ends."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID, strict=True)]
 
 
@@ -56,8 +58,10 @@ class SamplingParams(BaseModel):
     """Over output tokens, once each."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None = None
     """Drawn at admission when None, and returned in `Completion.seed`. Choice i uses seed + i."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop: Annotated[
+        tuple[str, ...], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), BeforeValidator(_one_or_many)
+    ] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED, fail_fast=True)] = ()
     include_stop: bool = False
     """Keep the matched stop string in the text."""
     skip_special_tokens: bool = True
@@ -66,8 +70,8 @@ class SamplingParams(BaseModel):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(
         default_factory=dict
     )
-    allowed_token_ids: tuple[TokenId, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    bad_words: Annotated[tuple[str, ...], Field(max_length=MAX_LISTED, fail_fast=True)] = ()
     logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
     """None: none. k: the chosen token's logprob and the k best alternatives."""
     prompt_logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
@@ -111,7 +115,7 @@ def _invalid_parameter(error: ValidationError) -> InvalidRequestError:
     message = first["msg"].removeprefix("Value error, ")
     if not path:  # a rule over several fields: its message names them
         return InvalidRequestError(message, parameter=message.split("=")[0].split(" ")[0], value=None)
-    return InvalidRequestError(f"{path}={value!r}: {message}", parameter=path.split(".")[0], value=value)
+    return InvalidRequestError(f"{path}={shown(value)}: {message}", parameter=path.split(".")[0], value=value)
 
 
 @dataclass(frozen=True, slots=True)

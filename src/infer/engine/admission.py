@@ -5,7 +5,6 @@ Runs in the request's task. Part of the facade: knows text; the engine core behi
 
 from __future__ import annotations
 
-import math
 import secrets
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.prompts import PromptEncoder
 from infer.engine.step import SamplingSpec
-from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError
+from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError, shown
 from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
 
@@ -120,7 +119,7 @@ class Admission:
         if params.max_tokens is None:
             if params.min_tokens > limit - prompt_len:
                 raise ContextLengthError(
-                    f"min_tokens={params.min_tokens} does not fit: behind the prompt ({prompt_len} tokens) the context "
+                    f"min_tokens={shown(params.min_tokens)} does not fit: behind the prompt ({prompt_len} tokens) the context "
                     f"of {limit} has room for {limit - prompt_len}",
                     parameter="min_tokens",
                     value=params.min_tokens,
@@ -128,7 +127,7 @@ class Admission:
             return limit - prompt_len
         if prompt_len + params.max_tokens > limit:
             raise ContextLengthError(
-                f"prompt ({prompt_len} tokens) and max_tokens={params.max_tokens} together exceed the context of {limit}; "
+                f"prompt ({prompt_len} tokens) and max_tokens={shown(params.max_tokens)} together exceed the context of {limit}; "
                 f"max_tokens can be at most {limit - prompt_len}",
                 parameter="max_tokens",
                 value=params.max_tokens,
@@ -147,7 +146,7 @@ class Admission:
             if ids and (max(ids) >= vocab_size or min(ids) < 0):
                 wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
                 raise InvalidRequestError(
-                    f"{name} holds token id {wrong}; the vocabulary has {vocab_size} ids (0 to {vocab_size - 1})",
+                    f"{name} holds token id {shown(wrong)}; the vocabulary has {vocab_size} ids (0 to {vocab_size - 1})",
                     parameter=name,
                     value=wrong,
                 )
@@ -155,7 +154,7 @@ class Admission:
             count = getattr(params, name)
             if count is not None and count > vocab_size:
                 raise InvalidRequestError(
-                    f"{name}={count} is more than the vocabulary's {vocab_size} ids", parameter=name, value=count
+                    f"{name}={shown(count)} is more than the vocabulary's {vocab_size} ids", parameter=name, value=count
                 )
         if params.n > self._max_num_seqs:
             raise InvalidRequestError(
@@ -211,10 +210,10 @@ def _length(prompt: Sequence[Any]) -> int:
 def check_scheduling(priority: object, cache_salt: object) -> None:
     """What the scheduler sorts by and the prefix cache hashes, refused here: there a wrong type would hurt everyone."""
     if type(priority) is not int:
-        raise InvalidRequestError(f"priority={priority!r} is not an integer", parameter="priority", value=priority)
+        raise InvalidRequestError(f"priority={shown(priority)} is not an integer", parameter="priority", value=priority)
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt or not _is_unicode(cache_salt)):
         raise InvalidRequestError(
-            f"cache_salt={cache_salt!r} is not a non-empty string of valid Unicode",
+            f"cache_salt={shown(cache_salt)} is not a non-empty string of valid Unicode",
             parameter="cache_salt",
             value=cache_salt,
         )
@@ -253,7 +252,7 @@ def check_many(
         raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} params", parameter="params", value=len(each))
     if max_concurrent is not None and (type(max_concurrent) is not int or max_concurrent < 1):
         raise InvalidRequestError(
-            f"max_concurrent={max_concurrent!r} is not a positive integer",
+            f"max_concurrent={shown(max_concurrent)} is not a positive integer",
             parameter="max_concurrent",
             value=max_concurrent,
         )
@@ -271,8 +270,8 @@ def deadline_at(seconds: float | None, called_at: float) -> float | None:
     """The moment a request is late, on the engine's clock."""
     if seconds is None:
         return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0 or math.isinf(seconds):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= sys.float_info.max:
         raise InvalidRequestError(
-            f"deadline={seconds!r} must be a positive number of seconds", parameter="deadline", value=seconds
+            f"deadline={shown(seconds)} must be a positive number of seconds", parameter="deadline", value=seconds
         )
     return called_at + seconds

@@ -36,7 +36,7 @@ from infer.engine.request import Request
 from infer.engine.startup import EngineParts, Start
 from infer.engine.statistics import EngineStatistics, statistics
 from infer.engine.stream import Stream
-from infer.errors import EngineClosedError, EngineDeadError, InvalidRequestError
+from infer.errors import EngineClosedError, EngineDeadError, InvalidRequestError, shown
 from infer.plugins.model_source import ProgressCallback
 from infer.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -388,10 +388,10 @@ class Engine:
             return next(name for number in self._names if (name := f"request-{number}") not in self._requests)
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
-                f"request_id={request_id!r} is not a non-empty string", parameter="request_id", value=request_id
+                f"request_id={shown(request_id)} is not a non-empty string", parameter="request_id", value=request_id
             )
         if request_id in self._requests:
             raise InvalidRequestError(
-                f"request_id={request_id!r} is running already", parameter="request_id", value=request_id
+                f"request_id={shown(request_id)} is running already", parameter="request_id", value=request_id
             )
         return request_id

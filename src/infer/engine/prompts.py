@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from infer.errors import InvalidRequestError
+from infer.errors import InvalidRequestError, shown
 from infer.types import Prompt
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class PromptEncoder:
         for index, token_id in enumerate(prompt):
             if type(token_id) is not int:
                 raise InvalidRequestError(
-                    f"prompt[{index}]={token_id!r} is not a token id", parameter="prompt", value=token_id
+                    f"prompt[{index}]={shown(token_id)} is not a token id", parameter="prompt", value=token_id
                 )
         return list(prompt)  # type: ignore[arg-type]
 
@@ -95,6 +95,11 @@ class PromptEncoder:
                 parameter="chat_template_kwargs",
                 value=sorted(taken),
             )
+        odd = [name for name in variables or () if not isinstance(name, str)]
+        if odd:
+            raise InvalidRequestError(
+                f"{shown(odd[0])} is not the name of a template variable", parameter="chat_template_kwargs", value=odd[0]
+            )
         return self._template.render(
             list(messages),
             tools=list(tools) if tools else None,
@@ -119,6 +124,6 @@ def _check_tools(tools: object, is_chat: bool) -> None:
     if tools is None:
         return
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRequestError(f"tools={tools!r} is not a list of tool objects", parameter="tools", value=tools)
+        raise InvalidRequestError(f"tools={shown(tools)} is not a list of tool objects", parameter="tools", value=tools)
     if tools and not is_chat:
         raise InvalidRequestError("tools need chat messages, not a raw prompt", parameter="tools")
