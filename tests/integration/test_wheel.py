@@ -55,7 +55,7 @@ def call(installed: Path, cache: Path, cwd: Path, *arguments: str) -> str:
 
 def test_the_wheel_holds_the_package_and_its_licence(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "infer/py.typed" in names
+    assert {"infer/py.typed", "infer/api/web/index.html"} <= set(names)
     assert any(name.endswith("/LICENSE") for name in names)
     assert [name for name in names if not name.startswith(("infer/", "infer_engine-"))] == []
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "infer").rglob("*.py")}
