@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from infer.plugins import Ops, QuantMethod, Registry, build_registry
 from infer.plugins.registry import KINDS, Kind
 from infer.testing.kits import Check, model, model_source, platform, quant_method, storage_target, tokenizer
 from infer.testing.tiny_models import make_checkpoint
+from put_server import put_server
 
 HELLO = Path(__file__).parents[2] / "examples" / "plugins" / "hello"
 WITHOUT_A_KIT: set[Kind] = {"parser", "kv_connector", "artifact_field"}
@@ -86,6 +89,25 @@ def test_model_source(registry: Registry, name: str, tmp_path: Path) -> None:
         registry.get("model_source", name), tmp_path / "cache", reference=reference, unknown=unknown
     )
     run(checks)
+
+
+@pytest.mark.parametrize("uri", ["file://{tmp}/", "memory://conformance{tmp}/"])
+def test_managed_storage_target(registry: Registry, tmp_path: Path, uri: str) -> None:
+    spec = registry.get("storage_target", "managed_fsspec")
+    run(storage_target.checks(dataclasses.replace(spec, example=spec.example | {"uri": uri}), tmp_path))
+
+
+def test_presigned_storage_target(registry: Registry, tmp_path: Path) -> None:
+    spec = registry.get("storage_target", "presigned_http_put")
+    with put_server() as server:
+        example = json.loads(json.dumps(spec.example).replace("{port}", str(server.port)))
+        # Every check works in a directory of its own; here that is a path of the URL.
+        example["uri"] += "{tmp}/"
+        run(storage_target.checks(dataclasses.replace(spec, example=example), Path("scratch")))
+
+
+def test_every_storage_target_is_checked_above() -> None:
+    assert set(names("storage_target")) == {"managed_fsspec", "presigned_http_put"}
 
 
 def test_hf_tokenizer(registry: Registry, tmp_path: Path) -> None:

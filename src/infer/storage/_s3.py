@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import secrets
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -15,11 +16,12 @@ from infer.errors import StorageError, StorageNotFoundError, StorageUnavailableE
 
 CHUNK = 2**26
 """s3fs sends one PutObject for anything below twice this."""
+_MARK = "infer-delivery"
 _EXPECTED = "s3fs.core.S3FileSystem"
 
 
 class S3Object:
-    """`path` is bucket/key. s3fs itself makes one attempt per call, so that every retry is one that botocore counts."""
+    """`path` is bucket/key."""
 
     def __init__(self, scheme: str, path: str, options: dict[str, Any], seconds: float) -> None:
         self._scheme = scheme
@@ -31,6 +33,7 @@ class S3Object:
             "retries": {"max_attempts": 2, "mode": "standard"},
         }
         self._options = {**options, "config_kwargs": {**defaults, **given}}
+        self._mark = secrets.token_hex(16)
         self._filesystem: Any = None
         self.writing = False
 
@@ -39,11 +42,19 @@ class S3Object:
         self.writing = True
         mode = "create" if if_absent else "overwrite"
         try:
-            filesystem.pipe_file(self._path, data, mode=mode, chunksize=CHUNK)
+            metadata = {_MARK: self._mark}
+            filesystem.pipe_file(self._path, data, mode=mode, chunksize=CHUNK, Metadata=metadata)
         except Exception as error:
-            if _maybe_stored(error) and self._holds(data):
-                return
-            raise _put_failure(error) from None
+            failure = _put_failure(error)
+            if failure.code in ("artifact_conflict", "artifact_outcome_unknown"):
+                ours = self._is_ours(data)
+                if ours:
+                    return
+                if ours is False:
+                    failure = _conflict()
+                elif _was_retried(error):
+                    failure = _unknown()
+            raise failure from None
 
     def get(self, start: int, end: int | None) -> bytes:
         try:
@@ -86,12 +97,14 @@ class S3Object:
             self._filesystem = made
         return self._filesystem
 
-    def _holds(self, data: bytes) -> bool:
-        """The object is there with exactly these bytes: an authorised read proves the write."""
+    def _is_ours(self, data: bytes) -> bool | None:
+        """Client libraries repeat a write whose answer was lost, not all of them say so, and a repetition meets its own
+        object. The mark that each write carries tells whose is there. None: it cannot be read."""
         try:
-            return bool(self._open().cat_file(self._path) == data)
+            mark = self._open().metadata(self._path).get(_MARK)
+            return bool(mark == self._mark and self._open().cat_file(self._path) == data)
         except Exception:
-            return False
+            return None
 
 
 def _response(error: BaseException) -> dict[str, Any]:
@@ -109,10 +122,7 @@ def _status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _maybe_stored(error: BaseException) -> bool:
-    """An attempt before the last one, or the last one without an answer, may have reached the server."""
-    if _status(error) is None:
-        return not _never_connected(error)
+def _was_retried(error: BaseException) -> bool:
     return bool(_response(error).get("ResponseMetadata", {}).get("RetryAttempts"))
 
 
@@ -127,9 +137,17 @@ def _put_failure(error: BaseException) -> StorageError:
     status = _status(error)
     exists = isinstance(error, FileExistsError) or (isinstance(error, OSError) and error.errno == errno.EEXIST)
     if exists or status == 412:
-        return StorageError("an object exists already", code="artifact_conflict")
+        return _conflict()
     if status is not None:
         return StorageError("managed artifact write failed", retryable=status >= 500, code="artifact_upload_rejected")
     if _never_connected(error):
         return StorageUnavailableError("managed artifact write failed")
+    return _unknown()
+
+
+def _conflict() -> StorageError:
+    return StorageError("an object exists already", code="artifact_conflict")
+
+
+def _unknown() -> StorageError:
     return StorageError("the object may or may not have been stored", code="artifact_outcome_unknown")
