@@ -158,12 +158,12 @@ def test_no_tokenizer_is_loaded(checkpoint: Path) -> None:
 @pytest.mark.model
 @pytest.mark.row("X-OLLAMA", "the `ollama` Python client runs list, show, chat, generate")
 def test_ollama_and_the_small_model(smollm2_gguf: Path) -> None:
-    with live_server(Engine, model={"ref": str(smollm2_gguf)}, cache={"num_blocks": 128}) as server:
+    with live_server(Engine, model={"ref": str(smollm2_gguf), "dtype": "float32"}, cache={"num_blocks": 128}) as server:
         client = ollama.Client(host=server.url)
         [model] = client.list().models
         assert model.model is not None and model.size and model.size > 10**7
         asked = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-        options = {"temperature": 0, "num_predict": 16}
+        options = {"temperature": 0, "num_predict": 9}
         whole = client.chat(model.model, asked, options=options)
         streamed = client.chat(model.model, asked, options=options, stream=True)
         text = "".join(part.message.content or "" for part in streamed)

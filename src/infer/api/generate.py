@@ -45,7 +45,7 @@ class GenerateBody(BodyModel):
     """Smaller runs first, with scheduler.policy=priority."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Only requests with the same salt share prefix-cache blocks."""
-    deadline: Annotated[float, Field(gt=0, le=1e6, strict=False)] | None = None
+    deadline: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Seconds after which the request ends with what it has."""
     return_token_ids: bool = False
     """Send the prompt's ids back, too."""

@@ -49,7 +49,7 @@ def routes(context: ApiContext) -> list[ApiRoute]:
         ("DELETE", "/api/delete", no_change, "Refused: one model", None),
     ]
     return [
-        ApiRoute(method=method, path=path, handler=told_in_ollama(handler), summary=summary, body=body)
+        ApiRoute(method=method, path=path, handler=handler, summary=summary, body=body, refusal=refusal)
         for method, path, handler, summary, body in ends
     ]
 
@@ -69,20 +69,11 @@ class JsonLines(EventStream):
             await self.finish(b"")
 
 
-def told_in_ollama(handler: Handler) -> Handler:
-    """The handler, whose refusals are `{"error": "..."}`."""
-
-    async def answer(call: Call) -> Response | None:
-        try:
-            return await handler(call)
-        except Exception as error:
-            if call.stream is not None and call.stream.started:
-                raise  # the stream tells it
-            status, body, headers = describe(error)
-            told = {"error": body["error"]["message"]}
-            return Response(msgspec.json.encode(told), status, headers, media_type="application/json")
-
-    return answer
+def refusal(error: BaseException) -> Response:
+    """Ollama's error body."""
+    status, body, headers = describe(error)
+    told = {"error": body["error"]["message"]}
+    return Response(msgspec.json.encode(told), status, headers, media_type="application/json")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ class ApiRoute:
     """Answers while the server is stopping or full."""
     admin: bool = False
     """There only with api.admin."""
+    refusal: Callable[[BaseException], Response] = error_response
+    """Writes what the client is told when the call fails before its reply has begun."""
 
 
 class Call:
@@ -133,7 +135,7 @@ class Endpoint:
         except ClientGone:
             return
         except Exception as error:
-            refusal = error_response(error)
+            refusal = self._route.refusal(error)
         await refusal(scope, receive, send)
 
     async def _read(self, call: Call, scope: Scope, receive: Receive) -> None:
@@ -166,7 +168,7 @@ async def _fail(call: Call, error: Exception) -> Response | None:
     if call.stream is not None and call.stream.started:
         await call.stream.fail(error)
         return None
-    return error_response(error)
+    return call.route.refusal(error)
 
 
 async def _watch(receive: Receive, scope: anyio.CancelScope) -> None:

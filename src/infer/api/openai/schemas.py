@@ -40,7 +40,7 @@ class GenerationBody(BodyModel):
     """Smaller runs first, with scheduler.policy=priority."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Only requests with the same salt share prefix-cache blocks."""
-    deadline: Annotated[float, Field(gt=0, le=1e6, strict=False)] | None = None
+    deadline: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Seconds after which the request ends with what it has."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Keep this many tokens of the prompt; -1: as many as fit the context."""
