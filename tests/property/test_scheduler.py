@@ -130,7 +130,16 @@ class Load:
         assert all(0 <= slot < config.max_num_seqs for slot in plan.slots)
         new = [request.request_id not in running for request in step.requests]
         assert new == sorted(new), "a waiting request came before a running one"
+        self.check_partial_prefills()
         return True
+
+    def check_partial_prefills(self) -> None:
+        config = self.driver.scheduler.config
+        partial = [request for request in self.driver.scheduler.running if request.is_prefilling]
+        assert not config.max_num_partial_prefills or len(partial) <= config.max_num_partial_prefills
+        if config.max_long_partial_prefills and config.long_prefill_threshold:
+            num_long = sum(request.prompt_len > config.long_prefill_threshold for request in partial)
+            assert num_long <= config.max_long_partial_prefills
 
     def serve(self, steps: int) -> None:
         for _ in range(steps):

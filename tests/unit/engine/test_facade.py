@@ -178,15 +178,17 @@ async def test_long_prompts_of_one_name_are_not_both_taken() -> None:
 
         async def one() -> None:
             try:
-                await engine.generate("x" * 1000, SamplingParams(max_tokens=3), request_id="same")
+                await engine.generate("x" * 1000, SamplingParams(max_tokens=500), request_id="same")
                 outcomes.append("done")
             except InvalidRequestError:
                 outcomes.append("refused")
 
-        plain = engine._admission.prompts.encode_text
+        plain, entered = engine._admission.prompts.encode_text, list[str]()
 
         async def slow(text: str, *, add_special_tokens: bool) -> list[int]:
-            await anyio.sleep(0.01)
+            entered.append(text)
+            while len(entered) < 2:
+                await anyio.lowlevel.checkpoint()
             return await plain(text, add_special_tokens=add_special_tokens)
 
         engine._admission.prompts.encode_text = slow  # type: ignore[method-assign]
@@ -370,6 +372,45 @@ async def test_a_user_scheduler_is_used_and_a_wrong_one_refused() -> None:
             async with letters_engine(scheduler_class=wrong):
                 pass
         assert refused.value.fields == ("scheduler.scheduler_class",)
+
+
+@pytest.mark.row(
+    "ENG-ASYNC-SCHED", "chunks, aborts, stop strings, preemption and 1-token outputs: same tokens on and off"
+)
+async def test_a_stress_mix_is_equal_at_depth_one_and_two() -> None:
+    """Every answer is compared; an aborted one up to where the shorter of the two was cut."""
+    outcomes: dict[int, list[tuple[int, ...]]] = {}
+    for depth in (1, 2):
+        cache = {"num_blocks": 20, "watermark": 0.0}
+        async with letters_engine(
+            cache=cache, in_flight_depth=depth, max_num_batched_tokens=24, max_num_seqs=8
+        ) as engine:
+            results: dict[int, tuple[int, ...]] = {}
+
+            async def user(engine: Engine, number: int, results: dict[int, tuple[int, ...]]) -> None:
+                stop = bytes(answer("u" * (10 + 9 * number), 12, number)[9:11]).decode()
+                params = SamplingParams(
+                    max_tokens=1 if number % 4 == 0 else 40,
+                    seed=number,
+                    stop=stop if number % 4 == 1 else (),
+                )
+                async with engine.stream("u" * (10 + 9 * number), params) as stream:
+                    async for _ in stream:
+                        if number % 4 == 2 and engine.statistics().preemptions:
+                            engine.abort(stream.request_id)
+                results[number] = stream.result.token_ids
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(12):
+                    tasks.start_soon(user, engine, number, results)
+            assert engine.statistics().preemptions > 0
+            await wait_until_idle(engine)
+        outcomes[depth] = [results[number] for number in range(12)]
+    for number, (one, two) in enumerate(zip(outcomes[1], outcomes[2], strict=True)):
+        if number % 4 == 2:
+            shorter = min(len(one), len(two))
+            one, two = one[:shorter], two[:shorter]
+        assert one == two
 
 
 @pytest.mark.row("SERVE-CPP-API", "runs inside a running event loop and leaves nothing behind")
