@@ -99,6 +99,19 @@ async def test_three_dialects_sample_the_same_ids(checkpoint: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_special_tokens_are_shown_to_who_asks(checkpoint: Path) -> None:
+    """Token 2 is </s>; trainers that compare text with ids want it written."""
+    sampling = {"max_tokens": 3, "allowed_token_ids": [2], "ignore_eos": True}
+    async with served(engine_config(checkpoint)) as client:
+        for skip, text in ((True, ""), (False, "</s></s></s>")):
+            asked = {"prompt": [5, 6], "skip_special_tokens": skip, **sampling}
+            assert (await post(client, "/v1/completions", asked))["choices"][0]["text"] == text
+            asked = {"messages": MESSAGES[:1], "skip_special_tokens": skip, **sampling}
+            [choice] = (await post(client, "/v1/chat/completions", asked))["choices"]
+            assert choice["message"]["content"] == text
+
+
+@pytest.mark.anyio
 async def test_prompt_logprobs_agree_across_the_dialects(checkpoint: Path) -> None:
     prompt = [5, 17, 200, 31, 44]
     async with served(engine_config(checkpoint)) as client:

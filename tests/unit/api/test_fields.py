@@ -44,7 +44,6 @@ ASKING: dict[str, Any] = {
     "modalities": ["text", "audio"],
     "length_penalty": 2.0,
     "parallel_tool_calls": "x",
-    "skip_special_tokens": False,
     "spaces_between_special_tokens": "x",
     "best_of": 2,
     "include_reasoning": False,
