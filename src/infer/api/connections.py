@@ -1,4 +1,4 @@
-"""hypercorn on asyncio, with two repairs: a connection whose client is gone ends now, and quietly.
+"""hypercorn, with repairs: a connection whose client is gone ends now, and what breaks one breaks only that one.
 
 Runs in the server's event loop. Without it every client that hangs up between requests leaves a file and three tasks
 behind for `idle_timeout` seconds (hypercorn 0.18; its trio server does not).
@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 from collections.abc import Awaitable, Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import anyio
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
 from hypercorn.utils import wrap_app
 
+from infer.api.errors import unwrap
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+logger = logging.getLogger(__name__)
+
+GRACE = 1.0
+"""Seconds that the calls of a client that is gone have to notice."""
 
 
 class Connection(TCPServer):
@@ -44,16 +53,52 @@ class Connection(TCPServer):
 
 async def serve_on_asyncio(app: ASGIApp, config: Config, shutdown_trigger: Callable[[], Awaitable[None]]) -> None:
     """As `hypercorn.asyncio.serve`."""
+    await _serve("hypercorn.asyncio.run", _contained(Connection), app, config, shutdown_trigger)
+
+
+async def serve_on_trio(app: ASGIApp, config: Config, shutdown_trigger: Callable[[], Awaitable[None]]) -> None:
+    """As `hypercorn.trio.serve`."""
+    from hypercorn.trio.tcp_server import TCPServer as OnTrio  # noqa: PLC0415 - an asyncio application may not have trio
+
+    await _serve("hypercorn.trio.run", _contained(OnTrio), app, config, shutdown_trigger)
+
+
+async def _serve(
+    name: str, connection: type, app: ASGIApp, config: Config, shutdown_trigger: Callable[[], Awaitable[None]]
+) -> None:
     wrapped = wrap_app(app, config.wsgi_max_body_size, "asgi")  # type: ignore[arg-type]
-    await _own_copy("hypercorn.asyncio.run").worker_serve(wrapped, config, shutdown_trigger=shutdown_trigger)
+    await _own_copy(name, connection).worker_serve(wrapped, config, shutdown_trigger=shutdown_trigger)
 
 
-def _own_copy(name: str) -> ModuleType:
+def _contained(server: Any) -> type:
+    """A connection whose failure is its own: on trio, what one of them raises would end the whole server.
+
+    And one that ends: over HTTP/2 a reply waits for ever to be sent to a client that is gone.
+    """
+
+    class Contained(server):  # type: ignore[misc]
+        async def run(self) -> None:
+            try:
+                with anyio.CancelScope() as self._scope:
+                    await super().run()
+            except Exception as error:
+                logger.info("a connection was dropped: %r", unwrap(error))
+
+        async def _read_data(self) -> None:
+            try:
+                await super()._read_data()
+            finally:
+                self._scope.deadline = anyio.current_time() + GRACE
+
+    return Contained
+
+
+def _own_copy(name: str, connection: type) -> ModuleType:
     """The module executed once more for us alone: other users of hypercorn in this process keep theirs as it is."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"no module named {name!r}", name="hypercorn")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.TCPServer = Connection  # type: ignore[attr-defined]
+    module.TCPServer = connection  # type: ignore[attr-defined]
     return module

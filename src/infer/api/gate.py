@@ -44,6 +44,7 @@ class Gate:
         scope["infer.request_id"] = stated if _REQUEST_ID.fullmatch(stated) else uuid.uuid4().hex
         exchange = _Exchange(scope, receive, send)
         try:
+            _check_framing(headers)
             exchange.headers |= origin_headers(scope["method"], headers, self._cors_origins)
         except ApiError as error:
             await error_response(error)(scope, exchange.receive, exchange.send)
@@ -57,6 +58,12 @@ class Gate:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
             exchange.log()
+
+
+def _check_framing(headers: Headers) -> None:
+    """Two lengths of one body: a proxy in front may believe the other one and see a second request in it."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError("content-length and transfer-encoding exclude each other", headers={"connection": "close"})
 
 
 class _Exchange:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskStatus
 from hypercorn.config import Config
 
 from infer.api.app import TOPICS, Topic, build_app, build_context
-from infer.api.connections import serve_on_asyncio
+from infer.api.connections import serve_on_asyncio, serve_on_trio
 from infer.api.errors import unwrap
 from infer.api.listener import BACKLOG, Listener, open_listener
 from infer.config.engine import ApiSection
@@ -95,10 +95,7 @@ async def _hypercorn_serve(app: ASGIApp, config: Config, close: anyio.Event) -> 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        from hypercorn import trio as on_trio  # noqa: PLC0415 - imports trio, which an asyncio application may not have
-
-        serve_on_trio: Any = on_trio.serve
-        await serve_on_trio(app, config, shutdown_trigger=close.wait, mode="asgi")
+        await serve_on_trio(app, config, close.wait)
     else:
         await serve_on_asyncio(app, config, close.wait)
 

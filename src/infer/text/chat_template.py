@@ -34,6 +34,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,  # `extra` may hold a `self`
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -47,9 +48,12 @@ class ChatTemplate:
         tool-call arguments in JSON text are parsed, unless the template wants the text.
         """
         template = self._choose(tools)
-        chat = _checked_messages(messages)
-        variables = {**self._special_tokens, **_plain(extra, "chat_template_kwargs")}
-        variables["tools"] = None if tools is None else _plain(list(tools), "tools")
+        try:
+            chat = _checked_messages(messages)
+            variables = {**self._special_tokens, **_plain(extra, "chat_template_kwargs")}
+            variables["tools"] = None if tools is None else _plain(list(tools), "tools")
+        except RecursionError:
+            raise InvalidRequestError("the messages are nested too deeply", parameter="messages") from None
         variables["documents"] = variables.get("documents")
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         ending = _mark_end(chat) if continue_final_message else None
