@@ -105,18 +105,16 @@ class ArtifactPipeline:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         self._closing = True
         try:
             if self.statistics.running or self._queue:
                 with anyio.move_on_after(self.settings.drain_timeout_seconds):
                     await self._idle.wait()
-        except BaseException as cancelled:
+        finally:
             self._stop()
-            await self._stack.__aexit__(type(cancelled), cancelled, cancelled.__traceback__)
-            raise
-        self._stop()
-        return await self._stack.__aexit__(kind, error, traceback)
+            # An error of the block is the block's own: the task group would wrap it.
+            await self._stack.__aexit__(None, None, None)
 
     def _stop(self) -> None:
         """What still waits is told so; what still runs is cancelled and says so itself."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from artifact_samples import A, A_OBJECT, A_SHA256, G1, G1_MANIFEST, G1_PAYLOAD, G1_PRELUDE, G1_SHA256
+from artifact_samples import A_OBJECT, A_SHA256, G1, G1_MANIFEST, G1_PAYLOAD, G1_PRELUDE, G1_SHA256, A
 from infer.artifacts import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs, decode, encode
 from infer.artifacts.v1.encoder import encode_v1
 from infer.artifacts.v1.limits import MAX_OBJECT_BYTES, align64, encoded_bound, id_width, zstd_bound

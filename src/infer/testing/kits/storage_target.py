@@ -37,7 +37,7 @@ def checks(spec: StorageTargetSpec, directory: Path) -> Iterator[Check]:
         anyio.run(body, make, backend=backend)
 
     readable = (_reads_back, _missing, _deletes)
-    probe = load(spec)(uri.replace("{tmp}", str(directory / "probe")), dict(options))
+    probe = load(spec)(f"{uri.replace('{tmp}', str(directory / 'probe'))}probe", dict(options))
     put: Any = _put_once if spec.example.get("create_only") else _put
     bodies: tuple[Any, ...] = (put, _keeps_existing, _one_winner, _closes_twice)
     for body in bodies + (readable if isinstance(probe, SupportsRead) else ()):
