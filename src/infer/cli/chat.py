@@ -107,7 +107,7 @@ def _turn(session: Session, conversation: _Conversation, text: str) -> None:
         return
     so_far = "".join(answer.pieces)
     session.write("" if so_far.endswith("\n") else "\n")
-    session.note("[stopped]" if answer.completion is None else statistics(answer.completion, conversation.params))
+    session.note("[stopped]" if answer.completion is None else statistics(answer.completion))
     if so_far:
         conversation.turns.append({"role": "assistant", "content": so_far})
     else:

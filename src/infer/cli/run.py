@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AsyncExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import anyio
 import typer
@@ -13,8 +13,11 @@ from infer.cli.options import with_model, with_options
 from infer.cli.progress import ProgressDisplay
 from infer.cli.session import Session
 from infer.config.engine import EngineConfig
-from infer.errors import ConfigError, InvalidRequestError
+from infer.errors import ConfigError, ContextLengthError, InvalidRequestError
 from infer.types import Completion, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from infer.engine.stream import Stream
 
 DEFAULT_MAX_TOKENS = 1024
 """The small default model does not always find an end; the last line says when this cut an answer."""
@@ -41,25 +44,34 @@ def run(
     model, text = (None, first) if second is None else (first, second)  # one argument is the prompt
     config = with_model(config, model)
     prompt = _prompt(text, raw, system)
-    if params.max_tokens is None:
-        params = params.model_copy(update={"max_tokens": max(DEFAULT_MAX_TOKENS, params.min_tokens)})
     completion = anyio.run(_answer, session, config, prompt, params)
-    session.note(statistics(completion, params))
+    session.note(statistics(completion))
 
 
 async def _answer(session: Session, config: EngineConfig, prompt: Prompt, params: SamplingParams) -> Completion:
     async with AsyncExitStack() as stack:
         with ProgressDisplay(session) as report:
             engine = await stack.enter_async_context(session.make_engine(config, report))
-        async with engine.stream(prompt, params) as stream:
-            ended = "\n"
-            async for delta in stream:
-                session.write(delta.text)
-                ended = delta.text[-1:] or ended
-        if ended != "\n":
-            session.write("\n")
-        completion: Completion = stream.result
-        return completion
+        if params.max_tokens is not None:
+            return await _write(session, engine.stream(prompt, params))
+        bounded = params.model_copy(update={"max_tokens": max(DEFAULT_MAX_TOKENS, params.min_tokens)})
+        try:
+            return await _write(session, engine.stream(prompt, bounded))
+        except ContextLengthError as error:
+            if error.parameter != "max_tokens":
+                raise
+        return await _write(session, engine.stream(prompt, params))  # less room than our default: up to the context
+
+
+async def _write(session: Session, answer: Stream) -> Completion:
+    async with answer as stream:
+        ended = "\n"
+        async for delta in stream:
+            session.write(delta.text)
+            ended = delta.text[-1:] or ended
+    if ended != "\n":
+        session.write("\n")
+    return stream.result
 
 
 def _prompt(text: str, raw: bool, system: str | None) -> Prompt:
@@ -75,7 +87,7 @@ def _prompt(text: str, raw: bool, system: str | None) -> Prompt:
     return [*turns, {"role": "user", "content": text}]
 
 
-def statistics(completion: Completion, params: SamplingParams) -> str:
+def statistics(completion: Completion) -> str:
     """Speed, counts and why it ended, in one line."""
     usage, timings = completion.usage, completion.timings
     parts = [f"{usage.output_tokens} tokens"]
@@ -87,7 +99,10 @@ def statistics(completion: Completion, params: SamplingParams) -> str:
     cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
     parts.append(f"{usage.prompt_tokens} prompt tokens{cached}")
     if completion.finish_reason == "length":
-        parts.append(f"cut at --max-tokens {params.max_tokens} or the context length")
+        bound = completion.sampling.max_tokens
+        parts.append(
+            "cut at the context length" if bound is None else f"cut at --max-tokens {bound} or the context length"
+        )
     elif completion.finish_reason != "stop":
         parts.append(f"ended by {completion.finish_reason}")
     parts.append(f"seed {completion.seed}")

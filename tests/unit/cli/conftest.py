@@ -18,6 +18,7 @@ from infer.cli.app import main
 from infer.cli.session import Session
 from infer.config.engine import EngineConfig
 from infer.config.env import read_environment
+from infer.errors import ContextLengthError
 from infer.plugins.model_source import Progress, ProgressCallback
 from infer.types import Choice, Completion, Delta, RequestTimings, SamplingParams, Usage
 
@@ -31,6 +32,8 @@ class FakeStream:
     async def __aenter__(self) -> Self:
         if self._engine.fails is not None:
             raise self._engine.fails
+        if self._params.max_tokens is not None and self._params.max_tokens > self._engine.context:
+            raise ContextLengthError("max_tokens is more than the context holds", parameter="max_tokens")
         self._pieces = iter(self._engine.answer)
         return self
 
@@ -63,6 +66,7 @@ class FakeEngine:
     answer: tuple[str, ...] = ("Par", "is", ".")
     finish: str = "stop"
     fails: Exception | None = None
+    context: int = 8192
     on_piece: Callable[[str], Any] | None = None
     reports: tuple[Progress, ...] = ()
     configs: list[EngineConfig] = field(default_factory=list)

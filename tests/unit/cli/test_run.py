@@ -54,6 +54,15 @@ def test_sampling_flags_are_passed_and_silence_is_left_to_the_checkpoint(infer: 
     assert engine.params[1].model_fields_set == {"max_tokens"}
 
 
+def test_our_own_bound_yields_to_a_small_context(infer: Any, engine: Any) -> None:
+    """The 1,024 tokens that `run` adds are not the user's word: with less room the answer may use what there is."""
+    engine.context = 100
+    assert infer("run", "hi").code == 0
+    assert [given.max_tokens for given in engine.params] == [1024, None]
+    done = infer("run", "hi", "--max-tokens", "500")
+    assert done.code != 0 and "max_tokens" in done.err
+
+
 def test_system_and_raw(infer: Any, engine: Any) -> None:
     assert infer("run", "--system", "Be brief.", "hi").code == 0
     assert [turn["role"] for turn in engine.prompts[0]] == ["system", "user"]
