@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -235,6 +235,17 @@ def check_room(scheduler: Scheduler, arrivals: Sequence[Request], count: int) ->
             f"the queue holds {max(0, waiting - startable)} requests and scheduler.max_num_waiting={limit}; retry later",
             retry_after=1.0,
         )
+
+
+def check_name(request_id: object, running: Container[str]) -> str:
+    """The caller's name for a request, unless a running one has it."""
+    if not isinstance(request_id, str) or not request_id:
+        reason = "is not a non-empty string"
+    elif request_id in running:
+        reason = "is running already"
+    else:
+        return request_id
+    raise InvalidRequestError(f"request_id={shown(request_id)} {reason}", parameter="request_id", value=request_id)
 
 
 def check_many(

@@ -23,12 +23,14 @@ from infer.engine.admission import (
     Admission,
     Admitted,
     check_many,
+    check_name,
     check_room,
     check_scheduling,
     deadline_at,
     refuse_unavailable,
 )
 from infer.engine.blocking import BlockingEngine
+from infer.engine.home import Home
 from infer.engine.metrics import EngineMetrics
 from infer.engine.outputs import Outbox
 from infer.engine.prompts import PromptEncoder
@@ -36,7 +38,7 @@ from infer.engine.request import Request
 from infer.engine.startup import EngineParts, Start
 from infer.engine.statistics import EngineStatistics, statistics
 from infer.engine.stream import Stream
-from infer.errors import EngineClosedError, EngineDeadError, InvalidRequestError, shown
+from infer.errors import EngineClosedError, EngineDeadError
 from infer.plugins.model_source import ProgressCallback
 from infer.types import Completion, FinishReason, Prompt, SamplingParams
 
@@ -90,6 +92,7 @@ class Engine:
         if self._state != "new":
             raise EngineClosedError(f"this engine is {self._state}; make a new one to start again")
         self._state = "starting"
+        self._home = Home()
         try:
             parts = await self._start(self.config, self._on_progress)
         except BaseException:
@@ -279,6 +282,7 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request with what it has, finish_reason "abort". False if there is no such request."""
         parts = self._open_parts()
+        self._home.check_thread()
         requests = self._requests.get(request_id, ())
         for request in requests:
             parts.mailbox.post_end(request, "abort")
@@ -304,6 +308,7 @@ class Engine:
     def _open_parts(self) -> EngineParts:
         if self._parts is None or self._state != "open":
             raise EngineClosedError(f"the engine is {self._state}; use it inside `async with Engine(...)`")
+        self._home.check_process()
         return self._parts
 
     def _stream(
@@ -330,7 +335,7 @@ class Engine:
             check_scheduling(priority, cache_salt)
             admitted = await self._admission.admit(prompt, params, tools)
             parts = self._serving_parts()
-            name = self._check_name(request_id)
+            name = self._new_name() if request_id is None else check_name(request_id, self._requests)
             check_room(parts.scheduler, parts.mailbox.arrivals, len(admitted.specs))
             outbox = Outbox(interval or parts.resolved.scheduler.stream_interval)
             requests = self._make_requests(name, admitted, outbox, priority, cache_salt, limit, arrived_at)
@@ -343,6 +348,7 @@ class Engine:
 
     def _serving_parts(self) -> EngineParts:
         parts = self._open_parts()
+        self._home.check_loop()
         if parts.loop.death is not None:
             raise EngineDeadError(str(parts.loop.death)) from (parts.loop.death.__cause__ or parts.loop.death)
         return parts
@@ -383,15 +389,5 @@ class Engine:
     def _forget_request(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
-    def _check_name(self, request_id: str | None) -> str:
-        if request_id is None:
-            return next(name for number in self._names if (name := f"request-{number}") not in self._requests)
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequestError(
-                f"request_id={shown(request_id)} is not a non-empty string", parameter="request_id", value=request_id
-            )
-        if request_id in self._requests:
-            raise InvalidRequestError(
-                f"request_id={shown(request_id)} is running already", parameter="request_id", value=request_id
-            )
-        return request_id
+    def _new_name(self) -> str:
+        return next(name for number in self._names if (name := f"request-{number}") not in self._requests)
