@@ -11,13 +11,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infer.artifacts.codec import decode, encode
     from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
+    from infer.artifacts.reader import ArtifactReader, open_artifact
+    from infer.artifacts.receipt import ArtifactReceipt
+    from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
 
 _HOMES = {
     "codec": ("decode", "encode"),
     "generation": ("ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs"),
+    "reader": ("ArtifactReader", "open_artifact"),
+    "receipt": ("ArtifactReceipt",),
+    "request": ("ArtifactRequest", "ManagedTarget", "PresignedTarget", "SinkTarget"),
 }
 
-__all__ = ["ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs", "decode", "encode"]
+__all__ = [
+    "ArtifactChoice",
+    "ArtifactReader",
+    "ArtifactReceipt",
+    "ArtifactRequest",
+    "GenerationArtifact",
+    "ManagedTarget",
+    "PresignedTarget",
+    "RoutedExperts",
+    "SelectedLogprobs",
+    "SinkTarget",
+    "decode",
+    "encode",
+    "open_artifact",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -216,6 +216,11 @@ CHANGED_MANIFESTS = {
     "a wrong byte count": _set(*ROUTES, "expert_ids", "byte_count", to=11),
     "a huge shape": _set(*ROUTES, "expert_ids", "shape", to=[2**32, 2**32, 2**32]),
     "a shape with a hidden zero": _set(*ROUTES, "expert_ids", "shape", to=[2**62, 2**62, 0]),
+    "a zero that hides a shape": _set(
+        *ROUTES, "expert_ids", to={"byte_count": 0, "dtype": "u8", "offset": 32, "shape": [0, 2**40, 2]}
+    ),
+    "a rank of thousands": _set(*ROUTES, "expert_ids", "shape", to=[1] * 5000),
+    "rank 0": _set(*SEQUENCE, to={"byte_count": 8, "dtype": "i64", "offset": 0, "shape": []}),
     "a negative extent": _set(*ROUTES, "expert_ids", "shape", to=[-3, 2, -2]),
     "another rank": _set(*ROUTES, "expert_ids", "shape", to=[12]),
     "a route start beyond the sequence": _set(*ROUTES, "token_start", to=9),

@@ -128,10 +128,12 @@ def read_manifest(head: memoryview, prelude: Prelude) -> wire.Manifest:
 def _check_tensor(tensor: wire.Tensor, end: int, payload_bytes: int, allowed: tuple[str, ...]) -> int:
     if tensor.dtype not in allowed:
         raise ArtifactCorruptError(f"a tensor has dtype {tensor.dtype[:20]!r}; it must be {' or '.join(allowed)}")
+    if len(tensor.shape) > 3:
+        raise ArtifactCorruptError(f"a tensor has rank {len(tensor.shape)}; 3 is the most")
     elements = 1
     for extent in tensor.shape:
         elements *= extent
-        if elements > MAX_ELEMENTS:
+        if max(elements, extent) > MAX_ELEMENTS:  # a zero elsewhere hides nothing
             raise ArtifactCorruptError(f"a tensor has more than {MAX_ELEMENTS} elements")
     if tensor.byte_count != elements * DTYPES[tensor.dtype].itemsize:
         raise ArtifactCorruptError(f"a tensor of shape {tensor.shape[:4]} has {tensor.byte_count} bytes")
