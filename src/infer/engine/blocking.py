@@ -5,18 +5,22 @@ Lives in the caller's thread; the engine runs in the portal's thread and ends wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from infer.engine.home import check_process
 from infer.errors import EngineClosedError
 from infer.types import Completion, Delta, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
+
+T = TypeVar("T")
 
 
 class BlockingEngine:
@@ -35,6 +39,7 @@ class BlockingEngine:
             self._engine = stack.enter_context(self._portal.wrap_async_context_manager(self._make()))
             self._stack = stack.pop_all()
         self._state = "open"
+        self._pid = os.getpid()
         return self
 
     def __exit__(
@@ -43,6 +48,8 @@ class BlockingEngine:
         if self._stack is None:
             raise EngineClosedError("this engine was never entered")
         self._state = "closed"
+        if os.getpid() != self._pid:
+            return None  # the engine's thread stayed in the process that was forked
         return self._stack.__exit__(kind, error, trace)
 
     @property
@@ -54,11 +61,21 @@ class BlockingEngine:
     def _open_portal(self) -> BlockingPortal:
         if self._state != "open":
             raise EngineClosedError(f"the engine is {self._state}; use it inside `with Engine.blocking(...)`")
+        check_process(self._pid)
         return self._portal
+
+    def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run it on the engine's loop. A wait that is interrupted (Ctrl-C) cancels it."""
+        future = self._open_portal().start_task_soon(function)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
         """As `Engine.generate`."""
-        return self._open_portal().call(lambda: self._engine.generate(prompt, params, **options))
+        return self._call(lambda: self._engine.generate(prompt, params, **options))
 
     def generate_many(
         self,
@@ -67,19 +84,23 @@ class BlockingEngine:
         **options: Any,
     ) -> list[Completion]:
         """As `Engine.generate_many`."""
-        return self._open_portal().call(lambda: self._engine.generate_many(prompts, params, **options))
+        return self._call(lambda: self._engine.generate_many(prompts, params, **options))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
         """Deltas of one request; leaving the iteration early aborts it."""
-        portal = self._open_portal()
+        self._open_portal()
         stream = self._engine.stream(prompt, params, **options)
-        with portal.wrap_async_context_manager(stream):
+        try:
+            self._call(stream.__aenter__)
             while True:
                 try:
-                    delta = portal.call(stream.__anext__)
+                    delta = self._call(stream.__anext__)
                 except StopAsyncIteration:
                     return
                 yield delta
+        finally:
+            if self._state == "open" and os.getpid() == self._pid:  # else there is nobody to tell
+                self._call(lambda: stream.__aexit__(None, None, None))
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""

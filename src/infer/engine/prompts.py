@@ -98,7 +98,9 @@ class PromptEncoder:
         odd = [name for name in variables or () if not isinstance(name, str)]
         if odd:
             raise InvalidRequestError(
-                f"{shown(odd[0])} is not the name of a template variable", parameter="chat_template_kwargs", value=odd[0]
+                f"{shown(odd[0])} is not the name of a template variable",
+                parameter="chat_template_kwargs",
+                value=odd[0],
             )
         return self._template.render(
             list(messages),

@@ -120,6 +120,7 @@ class Stream:
         self._end = end
         self._forget = forget
         self._clock = clock
+        self._entered = False
         self._requests: list[Request] = []
         self._choices: list[ChoiceText] = []
         self._deltas: deque[Delta] = deque()
@@ -141,11 +142,13 @@ class Stream:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
+        self._check_entered()
         return self._admitted.prompt_ids
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
         """One entry per prompt token (the first is None), complete from the first delta on; None if not asked for."""
+        self._check_entered()
         if self._admitted.params.prompt_logprobs is None:
             return None
         return (None, *public_logprobs([*self._prompt_logprobs, *self._outbox.prompt_logprobs_left()]))
@@ -153,6 +156,7 @@ class Stream:
     @property
     def prefilled(self) -> tuple[int, int]:
         """(prompt tokens computed or being computed, all prompt tokens)."""
+        self._check_entered()
         first = self._requests[0]
         return min(first.num_computed, first.prompt_len) if not first.num_output else first.prompt_len, first.prompt_len
 
@@ -169,8 +173,9 @@ class Stream:
             raise EngineError("the stream was not entered: use it as `async with engine.stream(...) as stream`")
 
     async def __aenter__(self) -> Self:
-        if self._requests:
+        if self._entered:
             raise EngineError("a stream can be entered once; ask the engine for another one")
+        self._entered = True
         await self._submit(self)
         return self
 
