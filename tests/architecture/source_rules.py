@@ -18,7 +18,7 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 LAZY_PREFIXES = ("infer.cli", "infer.artifacts.exporters")
 """Packages whose functions may import: commands start quickly, exporters need optional packages."""
 LAZY_IMPORTS: dict[str, set[str]] = {
-    "infer.api.serve": {"hypercorn"},
+    "infer.api.connections": {"hypercorn"},
     "infer.artifacts.pipeline": {"infer.artifacts.assembly"},
     "infer.engine.startup": {"infer.engine.worker.builder", "infer.weights.facts"},
     "infer.testing.moe_from_dense": {"safetensors.torch"},
