@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import Abort, TyperException
 
+from infer.cli.artifact import build_artifact
 from infer.cli.bench import build_bench
 from infer.cli.chat import chat
 from infer.cli.plugins import plugins
@@ -51,6 +52,7 @@ def build_app() -> typer.Typer:
     for command in (run, chat, serve, pull, plugins):
         app.command(command.__name__)(command)
     app.add_typer(build_bench())
+    app.add_typer(build_artifact())
     return app
 
 

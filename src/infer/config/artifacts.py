@@ -69,6 +69,12 @@ def _profiles(value: object) -> object:
     return value
 
 
+def _literally_true(value: object) -> object:
+    if value is not True:
+        raise ValueError("write true: objects are never overwritten")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(_digits)]
 Hosts = Annotated[tuple[str, ...], BeforeValidator(_hosts)]
 
@@ -84,7 +90,7 @@ class StorageProfile(BaseModel):
     """Arguments of the filesystem (key, secret, endpoint_url, ...)."""
     allowed_prefixes: Annotated[tuple[Annotated[str, AfterValidator(_check_prefix)], ...], Field(min_length=1)]
     """Object keys must be one of these or lie below one."""
-    create_only: Literal[True]
+    create_only: Annotated[Literal[True], BeforeValidator(_literally_true)]
     """Objects are never overwritten; there is no other way, so this must say true."""
 
 
