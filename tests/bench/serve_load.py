@@ -1,7 +1,7 @@
 """What HTTP costs: total tokens/s over HTTP against in process, server CPU per streamed token, memory over requests.
 Prints tables of ratios; asserts nothing. Server and client are processes of their own.
 
-    python tests/bench/serve_load.py [MODEL] [--streams 32] [--rounds 3] [--threads 2] [--cpu-only] [--profile FILE]
+    python tests/bench/serve_load.py [MODEL] [--streams 32] [--rounds 3] [--threads 1] [--cpu-only] [--profile FILE]
 
 MODEL (a GGUF or directory) is needed for the ratio; CPU per token and memory use a scripted model.
 """
@@ -237,7 +237,7 @@ if __name__ == "__main__":
     parser.add_argument("model", nargs="?")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of the model; event loop and client need a core too")
     parser.add_argument("--cpu-only", action="store_true")
     parser.add_argument("--profile")
     parser.add_argument("--latency", type=float, default=0.0)
