@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from infer.errors import InferError, ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -16,6 +19,20 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 SPACE_MARK = "\u2581"
 PROMPT_WINDOW = 16
+
+
+@contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Bare exceptions of the library, and its panics, which are not even an `Exception` and would end the caller's
+    task, event loop or server."""
+    try:
+        yield
+    except InferError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelError(f"{problem}: {error}") from error
+        raise
 
 
 class FastTokenizer:
@@ -38,7 +55,8 @@ class FastTokenizer:
         self._pieces: dict[int, bytes] = {}
         self.vocab_size = backend.get_vocab_size() if vocab_size is None else vocab_size
         self.bos_token_id = bos_token_id
-        self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
+        with library_errors("the tokenizer cannot encode an empty text"):
+            self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.eos_token_ids = tuple(eos_token_ids)
         self.chat_template = chat_template
 
@@ -46,7 +64,8 @@ class FastTokenizer:
         return dict(self._special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with library_errors("the tokenizer cannot encode this text"):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._adds_bos and ids[:2] == [self.bos_token_id] * 2:
             return ids[1:]  # the text brought its own BOS, as rendered chat templates do
         return ids
@@ -54,7 +73,7 @@ class FastTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         layout = self._layout
         if layout is None:
-            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return self._decode(list(token_ids), skip_special_tokens)
         data = b"".join([self._piece(token_id, skip_special_tokens) for token_id in token_ids])
         if layout.strip_first_space:
             data = data.removeprefix(b" ")
@@ -64,12 +83,12 @@ class FastTokenizer:
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> ByteDecodeStream | WindowDecodeStream:
         if self._layout is None:
-
-            def decode(ids: list[int]) -> str:
-                return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-
-            return WindowDecodeStream(decode, prompt_ids)
+            return WindowDecodeStream(lambda ids: self._decode(ids, skip_special_tokens), prompt_ids)
         return ByteDecodeStream(lambda id_: self._piece(id_, skip_special_tokens), self._layout, prompt_ids)
+
+    def _decode(self, token_ids: list[int], skip_special: bool) -> str:
+        with library_errors("the tokenizer cannot decode these ids"):
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special)
 
     def _piece(self, token_id: int, skip_special: bool) -> bytes:
         if skip_special and token_id in self._special_ids:

@@ -51,23 +51,24 @@ def load(path: Path) -> FastTokenizer:
 
 def from_metadata(metadata: Mapping[str, Any]) -> FastTokenizer:
     """The tokenizer that the `tokenizer.*` keys describe (GGUF specification, section "Tokenizer")."""
-    from infer.tokenizers._fast import FastTokenizer  # noqa: PLC0415 - the tokenizer library loads with the model
+    from infer.tokenizers._fast import FastTokenizer, library_errors  # noqa: PLC0415 - the library loads with the model
 
     header = _Header(metadata)
     model = header.model
-    if model == "gpt2":
-        backend, add_bos = _byte_level_bpe(header)
-    elif model == "llama":
-        backend, add_bos = _sentencepiece(header), True
-    elif model == "gemma4":
-        backend, add_bos = _gemma4(header), True
-    else:
-        raise UnsupportedModelError(
-            f"tokenizer.ggml.model={model!r} is not supported: infer rebuilds 'gpt2' (byte-level BPE), 'llama' "
-            "(SentencePiece BPE) and 'gemma4'. Use the model's directory with its tokenizer.json instead."
-        )
-    _add_tokens(backend, header)
-    _add_post_processor(backend, header, add_bos)
+    with library_errors("the GGUF's tokenizer cannot be rebuilt"):
+        if model == "gpt2":
+            backend, add_bos = _byte_level_bpe(header)
+        elif model == "llama":
+            backend, add_bos = _sentencepiece(header), True
+        elif model == "gemma4":
+            backend, add_bos = _gemma4(header), True
+        else:
+            raise UnsupportedModelError(
+                f"tokenizer.ggml.model={model!r} is not supported: infer rebuilds 'gpt2' (byte-level BPE), 'llama' "
+                "(SentencePiece BPE) and 'gemma4'. Use the model's directory with its tokenizer.json instead."
+            )
+        _add_tokens(backend, header)
+        _add_post_processor(backend, header, add_bos)
     return FastTokenizer(
         backend,
         bos_token_id=header.token_id("bos", 1 if model == "llama" else None),

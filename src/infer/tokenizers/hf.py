@@ -57,6 +57,8 @@ def load(path: Path) -> FastTokenizer:
 def _read_backend(path: Path) -> Backend:
     from tokenizers import Tokenizer  # noqa: PLC0415
 
+    from infer.tokenizers._fast import library_errors  # noqa: PLC0415
+
     file = path / TOKENIZER
     if not file.is_file():
         found = [name for name in SLOW_FORMATS if (path / name).is_file()]
@@ -64,10 +66,8 @@ def _read_backend(path: Path) -> Backend:
             f"{path} has no tokenizer.json, only {', '.join(found) or 'no tokenizer files'}. Create it once with "
             f"transformers: AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
         )
-    try:
+    with library_errors(f"{file} cannot be read as a tokenizer"):
         backend: Backend = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for whatever it cannot read
-        raise ModelError(f"{file} cannot be read as a tokenizer: {error}") from error
     backend.no_truncation()
     backend.no_padding()
     return backend
