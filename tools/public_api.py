@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import infer
+import infer.artifacts
 import infer.plugins
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,8 +19,8 @@ KITS = ROOT / "src" / "infer" / "testing" / "kits"
 INTRODUCTION = """\
 # Public names
 
-Built by `make docs` from the source; never edited by hand. These names are promises: everything in `infer`, `infer.plugins` and
-`infer.testing.kits`. Whatever is not listed here may change without notice. `infer.__version__` is the installed version.
+Built by `make docs` from the source; never edited by hand. These names are promises: everything in `infer`, `infer.plugins`,
+`infer.artifacts` and `infer.testing.kits`. Whatever is not listed here may change without notice. `infer.__version__` is the installed version.
 """
 
 
@@ -36,6 +37,10 @@ def render() -> str:
     for module, homes in infer.plugins._HOMES.items():
         for name in homes:
             page += entry(f"infer.plugins.{module}", name)
+    page += ["## infer.artifacts", ""]
+    for module, homes in infer.artifacts._HOMES.items():
+        for name in homes:
+            page += entry(f"infer.artifacts.{module}", name)
     page += ["## infer.testing.kits", ""]
     page += ["Checks that a correct plugin passes, as `Check(name, run)`.", "", "| kit | promise |", "| --- | --- |"]
     for path in sorted(KITS.glob("*.py")):

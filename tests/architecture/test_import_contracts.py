@@ -21,6 +21,7 @@ PLANTED = {
     "The tower: nothing imports what lies above it": ("config/engine.py", "import infer.plugins.registry"),
     "The control plane knows no tensors": ("engine/step.py", "import infer.planted_bridge"),
     "The data plane knows no requests": ("engine/worker/runner.py", "import infer.engine.scheduler.scheduler"),
+    "The engine core knows no artifacts": ("engine/request.py", "import infer.artifacts.request"),
     "Nobody imports a leaf": ("engine/loop.py", "import infer.tokenizers.fast"),
     "Kinds of leaves do not know each other": ("sources/local.py", "import infer.tokenizers.fast"),
     "A leaf knows no other leaf of its kind": ("quantization/unquantized.py", "import infer.quantization.gguf"),

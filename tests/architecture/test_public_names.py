@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import infer
+import infer.artifacts
 import infer.plugins
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ SAMPLING = [
     *("presence_penalty", "seed", "stop", "stop_token_ids", "include_stop", "skip_special_tokens", "ignore_eos"),
     *("logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprobs_mode", "n"),
 ]
-PACKAGES = [infer, infer.plugins]
+PACKAGES = [infer, infer.plugins, infer.artifacts]
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
