@@ -5,6 +5,7 @@ Plain frozen data, shared by every plane; imports no tensor library.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -111,7 +112,9 @@ def _invalid_parameter(error: ValidationError) -> InvalidRequestError:
     path = ".".join(str(part) for part in first["loc"])
     value = first.get("input")
     if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"unknown sampling parameter {path!r}", parameter=path, value=value)
+        close = difflib.get_close_matches(path, SamplingParams.model_fields, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return InvalidRequestError(f"unknown sampling parameter {path!r}{hint}", parameter=path, value=value)
     message = first["msg"].removeprefix("Value error, ")
     if not path:  # a rule over several fields: its message names them
         return InvalidRequestError(message, parameter=message.split("=")[0].split(" ")[0], value=None)

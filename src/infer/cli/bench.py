@@ -78,7 +78,7 @@ async def _measure(session: Session, config: EngineConfig, concurrencies: list[i
         with ProgressDisplay(session) as report:
             engine = await stack.enter_async_context(session.make_engine(config, report))
         session.note(
-            f"measuring {workload.repeat} rounds of {workload.input_len} tokens in, {workload.output_len} out, "
+            f"measuring {workload.repeat} times {workload.input_len} tokens in, {workload.output_len} out, "
             f"at {', '.join(map(str, concurrencies))} at once ..."
         )
         return await measure(engine, concurrencies, workload)

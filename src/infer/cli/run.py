@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import anyio
@@ -41,6 +43,11 @@ def run(
     """Ask a model one question and stream the answer."""
     if first is None:
         raise ConfigError('`infer run` needs a prompt: infer run [MODEL] "PROMPT", or - to read standard input')
+    if second is None and _names_a_model(first):
+        raise ConfigError(
+            f'{first} names a model, and there is no prompt: infer run {shlex.quote(first)} "PROMPT"'
+            "; if it is the prompt, give it on standard input to `infer run -`"
+        )
     model, text = (None, first) if second is None else (first, second)  # one argument is the prompt
     config = with_model(config, model)
     prompt = _prompt(text, raw, system)
@@ -72,6 +79,15 @@ async def _write(session: Session, answer: Stream) -> Completion:
     if ended != "\n":
         session.write("\n")
     return stream.result
+
+
+def _names_a_model(text: str) -> bool:
+    """One word that is a model reference and hardly a question; else a forgotten prompt asks the default model."""
+    if any(character.isspace() for character in text):
+        return False
+    if text.startswith(("pypi:", "hf:")) or text.endswith(".gguf"):
+        return True
+    return text.startswith(("/", "./", "../", "~/")) and Path(text).expanduser().exists()
 
 
 def _prompt(text: str, raw: bool, system: str | None) -> Prompt:

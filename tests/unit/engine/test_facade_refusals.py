@@ -122,6 +122,12 @@ def test_wrong_sampling_parameters_are_refused_by_name(values: dict[str, Any], p
     assert parameter in str(refused.value)
 
 
+@pytest.mark.parametrize(("given", "meant"), [("max_token", "max_tokens"), ("temprature", "temperature")])
+def test_a_misspelt_sampling_parameter_gets_the_right_name(given: str, meant: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"'{given}'; did you mean '{meant}'"):
+        SamplingParams(**{given: 1})
+
+
 AT_ADMISSION: list[tuple[dict[str, Any], str]] = [
     ({"params": SamplingParams(stop_token_ids=(258,))}, "stop_token_ids"),
     ({"params": SamplingParams(logit_bias={2**31 - 1: 1.0})}, "logit_bias"),
