@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 from infer.cli import app
+from infer.config.env import let_idle_threads_sleep
 
 
 def main() -> None:
+    let_idle_threads_sleep()
     sys.exit(app.main())
 
 
