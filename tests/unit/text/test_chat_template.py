@@ -354,3 +354,10 @@ def test_features_of_transformers_environment() -> None:
     assert rendered(loop + "{% endfor %}", {"messages": [USER]}) == "013"
     assert rendered("  {% if true %}\nx\n  {% endif %}\ny", {"messages": [USER]}) == "x\ny"
     assert rendered("{{ dict(a=1).a }}{{ dict.fromkeys('ab', 0) }}", {"messages": [USER]}) == "1{'a': 0, 'b': 0}"
+
+
+def test_messages_that_hold_themselves_are_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(InvalidRequestError, match="nested too deeply"):
+        ChatTemplate("{{ messages }}", {}).render([{"role": "user", "content": "hi", "more": endless}])
