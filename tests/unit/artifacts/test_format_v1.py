@@ -362,11 +362,11 @@ def test_input_above_the_payload_limit_is_refused_before_it_is_copied() -> None:
     tokens = np.broadcast_to(np.int64(7), (2**23 + 1,))
     ids = np.broadcast_to(np.uint8(1), (2**20 - 1, 8, 9))
     tracemalloc.start()
-    with pytest.raises(ArtifactError) as caught:
+    with pytest.raises(ArtifactError, match="are left of the payload") as caught:
         encode(choice(sequence_token_ids=tokens, moe_routes=None, selected_logprobs=None))
     assert caught.value.code == "artifact_too_large"
     large = RoutedExperts(0, ids, tuple(range(8)), (64,) * 8)
-    with pytest.raises(ArtifactError) as caught:
+    with pytest.raises(ArtifactError, match="are left of the payload") as caught:
         encode(
             choice(sequence_token_ids=np.broadcast_to(np.int64(7), (2**20,)), moe_routes=large, selected_logprobs=None)
         )

@@ -190,6 +190,14 @@ class TestReceipts:
             large = GenerationArtifact([ArtifactChoice(0, 0, list(range(9)))])
             assert (await ticket.finish(large)).error_code == "artifact_too_large"
             ticket.release()
+        async with ArtifactPipeline(settings(), registry) as pipeline:
+            request = ArtifactRequest(target=SinkTarget(accept, max_bytes=4300))
+            ticket = await pipeline.admit(request, BOUNDS)
+            noise = [(number * 7919) ** 3 % 2**62 for number in range(2000)]
+            receipt = await ticket.finish(GenerationArtifact([ArtifactChoice(0, 0, noise)]))
+            assert receipt.error_code == "artifact_too_large"
+            assert receipt.actual_bytes is not None and receipt.actual_bytes > 4300
+            ticket.release()
 
     def test_missing(self) -> None:
         """T74."""

@@ -291,6 +291,23 @@ class TestTls:
             assert server.exchanges[0].headers["host"] == f"bucket.example:{server.port}"
             assert server.objects == {"/k": DATA}
 
+    async def test_the_name_is_what_the_certificate_must_have(
+        self, long: dict[str, Any], server_tls: ssl.SSLContext, client_tls: ssl.SSLContext
+    ) -> None:
+        """Its own name is offered to the server; a certificate of another name is refused."""
+        offered: list[str | None] = []
+        server_tls.sni_callback = lambda _, name, __: offered.append(name)
+        with put_server(tls=server_tls) as server:
+            hosts = (f"other.example:{server.port}",)
+            grant = parse_grant(f"https://{hosts[0]}/k", long | {"hosts": hosts}, 0.0)
+
+            async def resolver(host: str, port: int) -> list[str]:
+                return ["127.0.0.1"]
+
+            made = PresignedPut(grant, connect_seconds=5, total_seconds=10, resolver=resolver, ssl_context=client_tls)
+            assert await failure(made) == "artifact_delivery_failed"
+            assert server.exchanges == [] and set(offered) == {"other.example"}
+
     async def test_a_certificate_that_nobody_signed(self, long: dict[str, Any], server_tls: ssl.SSLContext) -> None:
         with put_server(tls=server_tls) as server:
             assert await failure(self.made(server, long, None)) == "artifact_delivery_failed"
