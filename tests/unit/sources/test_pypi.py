@@ -150,5 +150,10 @@ def test_closing_the_engine_stops_pip(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_pip_met_is_told_not_that_it_met_something() -> None:
     """A full disk: pip says "ERROR: Exception:" and what it was in the last line of a traceback."""
-    said = ["ERROR: Exception:", "Traceback (most recent call last):", "OSError: [Errno 28] No space left on device", ""]
+    said = [
+        "ERROR: Exception:",
+        "Traceback (most recent call last):",
+        "OSError: [Errno 28] No space left on device",
+        "",
+    ]
     assert "No space left on device" in str(_pip_error(said, "tiny==1", "pypi:tiny==1"))
