@@ -109,7 +109,9 @@ def test_models_are_listed(seen: dict[str, Any]) -> None:
 @pytest.mark.row("SERVE-OAI-BASIC", "joined stream text equals the non-streamed text (JS client)")
 def test_streams_equal_whole_replies(seen: dict[str, Any]) -> None:
     check_streams_equal_replies(seen)
-    assert seen["completion"]["choices"][0]["text"] == "Käse 🧀 ist gut: ein Stück, zwei St\ufffd", "40 bytes: half an ü"
+    assert seen["completion"]["choices"][0]["text"] == "Käse 🧀 ist gut: ein Stück, zwei St\ufffd", (
+        "40 bytes: half an ü"
+    )
     assert "🧀" in seen["chat"]["choices"][0]["message"]["content"], "unicode arrives whole"
 
 
