@@ -20,7 +20,8 @@ INTRODUCTION = """\
 # Public names
 
 Built by `make docs` from the source; never edited by hand. These names are promises: everything in `infer`, `infer.plugins`,
-`infer.artifacts` and `infer.testing.kits`. Whatever is not listed here may change without notice. `infer.__version__` is the installed version.
+`infer.artifacts` and `infer.testing.kits`. Whatever is not listed here may change without notice.
+`infer.__version__` is the installed version.
 """
 
 
