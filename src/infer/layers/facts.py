@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 MISSING: Any = object()
 
 
+MAX_COUNTED = 2**16
+MAX_SIZE = 2**31 - 1
+"""Bounds on counts (layers, heads, experts) and sizes: a damaged file must be refused, not tried."""
+
+
 class Facts:
     """A checkpoint's config.json. A key without a default must be there; null counts as absent where a default exists."""
 
@@ -29,6 +34,9 @@ class Facts:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._wrong(key, value, f"must be an integer of at least {minimum}")
+        limit = MAX_COUNTED if key.startswith("num_") else MAX_SIZE
+        if value > limit:
+            raise self._wrong(key, value, f"must be an integer of at most {limit}")
         return value
 
     def number(self, key: str, default: float = MISSING) -> float:
