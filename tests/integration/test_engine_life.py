@@ -53,6 +53,16 @@ async def end_early(engine: Engine, how: str) -> tuple[Request, int]:
         post_end(*args)
 
     mailbox.post_end = watched  # type: ignore[method-assign]
+    free_at: list[int] = []
+    kv = parts_of(engine).scheduler.kv
+    release = kv.release
+
+    def released(request: Request) -> None:
+        release(request)
+        if request.request_id == "victim":
+            free_at.append(len(trace.plans))
+
+    kv.release = released  # type: ignore[method-assign]
     results: list[Any] = []
     scope, over = anyio.CancelScope(), anyio.Event()
 
@@ -84,7 +94,7 @@ async def end_early(engine: Engine, how: str) -> tuple[Request, int]:
             else:
                 assert engine.abort("victim")
         await until(lambda: request.finish_reason is not None and not request.blocks.tables)
-        steps = len(trace.plans) - told_at[0]
+        steps = free_at[-1] - told_at[0]
         await over.wait()
     if how.startswith("abort"):
         assert results[0].finish_reason == "abort" and len(results[0].token_ids) >= 5

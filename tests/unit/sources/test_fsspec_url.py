@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 
 from infer.errors import ModelError
 from infer.plugins.model_cache import list_entries
@@ -76,7 +78,10 @@ def test_messages(bucket: Any, tmp_path: Path, url: str, said: str) -> None:
     assert list_entries(tmp_path) == []
 
 
-def test_a_missing_filesystem_package_names_the_extra(tmp_path: Path) -> None:
+def test_a_missing_filesystem_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
+    for protocol in ("s3", "s3a"):
+        monkeypatch.delitem(_registry, protocol, raising=False)
     with pytest.raises(ModelError, match=r"infer-engine\[s3\]"):
         create(tmp_path, False, None).resolve("s3://bucket/model", ignore)
 
