@@ -1,4 +1,5 @@
-"""Behaviour cases of features that do not exist yet: what the engine says today when they are asked for, by name."""
+"""Behaviour cases and clauses of features that do not exist yet: what the engine says today when they are asked for,
+by name."""
 
 from __future__ import annotations
 
@@ -6,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from infer import ConfigError, EngineConfig, InvalidRequestError, SamplingParams
+from infer import (
+    ConfigError,
+    EngineConfig,
+    InvalidRequestError,
+    SamplingParams,
+    UnknownPluginError,
+    UnsupportedModelError,
+)
+from infer.config.engine import PluginsSection
+from infer.engine.worker.builder import choose_model
+from infer.plugins.manager import build_registry
 from served import letters_engine
 
 LATER_PARAMETERS = [
@@ -28,6 +39,14 @@ LATER_SETTINGS = [
     pytest.param({"scheduler": {"num_draft_tokens": 3}}, marks=pytest.mark.waits("SPEC-REJECTION"), id="case_17"),
     pytest.param({"connectors": ["handoff"]}, marks=pytest.mark.waits("KV-CONNECTORS"), id="case_22"),
     pytest.param({"model": {"max_loras": 1}}, marks=pytest.mark.waits("LORA-RUNTIME"), id="case_23"),
+    pytest.param(
+        {"executor": {"kind": "process"}},
+        marks=[
+            pytest.mark.row("ENG-CORE-BUSY-LOOP", "an engine process that is killed, and one whose parent dies"),
+            pytest.mark.waits("PAR-TP"),
+        ],
+        id="process_executor",
+    ),
 ]
 
 
@@ -40,7 +59,15 @@ def test_a_setting_of_a_later_feature_is_refused_by_name(values: dict[str, Any])
 
 
 LATER_ARGUMENTS = [
-    pytest.param("lora", "my-adapter", marks=pytest.mark.waits("LORA-RUNTIME"), id="case_23"),
+    pytest.param(
+        "lora",
+        "my-adapter",
+        marks=[
+            pytest.mark.row("KV-PREFIX-CACHE", "a request under another adapter shares 0 tokens, end to end"),
+            pytest.mark.waits("LORA-RUNTIME"),
+        ],
+        id="case_23",
+    ),
     pytest.param(
         "artifact", {"fields": ["moe_routes"]}, marks=pytest.mark.waits("SAMPLE-ROUTED-EXPERTS"), id="artifact"
     ),
@@ -56,3 +83,29 @@ async def test_an_argument_of_a_later_feature_is_refused_by_name(name: str, valu
         assert (refused.value.parameter, refused.value.value) == (name, value)
         done = await engine.generate("abc", SamplingParams(max_tokens=2))
         assert done.artifact is None
+
+
+@pytest.mark.row("ENG-ASYNC-SCHED", "on a GPU the gap between kernels of adjacent steps shrinks")
+@pytest.mark.row("KV-SIZING", "on a GPU only this process's own use is counted")
+@pytest.mark.row("ATTN-SLIDING-WINDOW", "tokens equal to the CPU reference for each GPU backend")
+@pytest.mark.waits("ENG-CUDAGRAPH")
+def test_a_gpu_platform_is_refused_by_name() -> None:
+    with pytest.raises(UnknownPluginError, match=r"'cuda'.*reference"):
+        build_registry(PluginsSection()).get("platform", "cuda")
+
+
+@pytest.mark.row("KV-PREFIX-CACHE", "MLA models hit")
+@pytest.mark.waits("KV-MLA-SPEC")
+def test_an_mla_model_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="DeepseekV3ForCausalLM"):
+        choose_model(build_registry(PluginsSection()), "DeepseekV3ForCausalLM")
+
+
+@pytest.mark.anyio
+@pytest.mark.row("KV-PREFIX-CACHE", "another image shares 0 tokens, end to end")
+@pytest.mark.waits("ENG-MM-INPUT-PIPELINE")
+async def test_an_image_in_a_message_is_refused_by_name() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    async with letters_engine() as engine:
+        with pytest.raises(InvalidRequestError, match="image_url"):
+            await engine.generate([{"role": "user", "content": [picture]}])
