@@ -287,4 +287,5 @@ def test_ten_loads_do_not_grow_memory(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", config)
     ((first, last, levels),) = run_script(CYCLES, path, 10, cwd=tmp_path)
     assert first == last
-    assert max(levels[2:]) - levels[1] < 30e6
+    # A level is read while the allocator may still hold a buffer; what stays behind shows in all that follow.
+    assert min(levels[-3:]) - levels[1] < 30e6
