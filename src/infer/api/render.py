@@ -29,6 +29,7 @@ from infer.engine.prompts import PromptEncoder
 from infer.engine.step import PositionLogprobs, SamplingSpec
 from infer.engine.stream import ChoiceText, public_logprobs
 from infer.errors import InvalidRequestError
+from infer.text.stop import StopStrings
 from infer.types import Choice, Completion, SamplingParams, TokenId, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ class Renderer:
             params=params,
             defaults={},
         )
-        reader = ChoiceText(reply.index, admitted, self._context.engine.tokenizer)
+        reader = ChoiceText(reply.index, admitted, self._context.engine.tokenizer, StopStrings(params.stop))
         reason, matched = reply.finish_reason, reply.stop_reason
         if reason == "length" and matched == "deadline":
             reason, matched = "deadline", None

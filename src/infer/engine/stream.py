@@ -15,7 +15,7 @@ from infer.engine.outputs import ChoiceUpdate, Outbox
 from infer.engine.request import Request
 from infer.errors import EngineError
 from infer.text.detokenizer import Detokenizer
-from infer.text.stop import StopMatch, StopMatcher
+from infer.text.stop import StopMatch, StopMatcher, StopStrings
 from infer.types import Choice, Completion, Delta, FinishReason, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class ChoiceText:
     """One choice being read: its ids, text and log-probabilities, all cut at the same token."""
 
-    def __init__(self, index: int, admitted: Admitted, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, admitted: Admitted, tokenizer: Tokenizer, stops: StopStrings) -> None:
         params = admitted.params
         self.index = index
         self.seed = admitted.specs[index].seed
@@ -38,7 +38,7 @@ class ChoiceText:
         self.stop_reason: int | str | None = None
         self._include_stop = params.include_stop
         self._detokenizer = Detokenizer(tokenizer, admitted.prompt_ids, params.skip_special_tokens)
-        self._stop = StopMatcher(params.stop, params.include_stop, min_tokens=params.min_tokens)
+        self._stop = StopMatcher(stops, params.include_stop, min_tokens=params.min_tokens)
 
     def read(self, update: ChoiceUpdate) -> Delta | None:
         """Take an update in; None when it changes nothing for the reader."""
@@ -133,7 +133,8 @@ class Stream:
         self._requests = requests
         self._admitted = admitted
         self._outbox = outbox
-        self._choices = [ChoiceText(index, admitted, tokenizer) for index in range(len(requests))]
+        stops = StopStrings(admitted.params.stop)  # compiled once, shared by the choices
+        self._choices = [ChoiceText(index, admitted, tokenizer, stops) for index in range(len(requests))]
 
     @property
     def request_id(self) -> str:
