@@ -6,7 +6,7 @@ Plain frozen data, shared by every plane; imports no tensor library.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -155,6 +155,30 @@ class Delta:
     stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedRows:
+    """Rows of one captured field of one choice. Row i describes the token at position `start + i`, which was fed to the
+    model; the last token of a sequence was never fed and has no row."""
+
+    field: str
+    start: int
+    """Effective first position."""
+    count: int
+    data: bytes | memoryview
+    """Rows in C order: `count` x `row_shape` of `dtype`, little-endian."""
+    dtype: str
+    row_shape: tuple[int, ...]
+    layer_ids: tuple[int, ...] = ()
+    """0-based decoder layers of the row's first axis."""
+    num_experts: int = 0
+    status: bytes = b""
+    """One byte per row: 0 captured, 1 cached (read because its KV block was reused), 2 recomputed (after preemption)."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(rows, weight version under which they were computed), together `count`."""
+    error: str | None = None
+    """Why the rows are not complete; then there are none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One finished answer."""
@@ -166,6 +190,15 @@ class Choice:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     seed: int = 0
+    captured: Mapping[str, CapturedRows] = field(default_factory=dict)
+    """Artifact field -> its rows, for the fields that the request asked to have returned."""
+    weight_versions: tuple[tuple[int, int, int], ...] = ()
+    """(first output token, end, weight version): spans that cover every output token once."""
+
+    @property
+    def routed_experts(self) -> CapturedRows | None:
+        """The experts that each token used; None when not asked for."""
+        return self.captured.get("moe_routes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,45 @@ class SlotAdmission(msgspec.Struct):
     """Per KV group, the block table so far, prefix hits included."""
 
 
+class AuxBegin(msgspec.Struct):
+    """Rows of a slot are captured from this step on. One capture is one stay of a request in a slot: a preempted
+    request begins another when it resumes."""
+
+    capture_id: int
+    """Never used again."""
+    slot: int
+    fields: tuple[str, ...]
+    """Names of the `CaptureProfile`s that the request asked for."""
+    start: int
+    """Position of the first row the worker will compute: tokens already in the KV cache."""
+    emit_from: int
+    """First position to emit. Below `start`: the rows between come from the store. Above: rows in front of it are only
+    published."""
+    hashes: list[bytes]
+    """KV hashes of the sequence's blocks, from block 0, as far as they are known."""
+    parent: int | None = None
+    """Fork of that capture: it takes over the rows of the shared prompt's incomplete last block."""
+
+
+class AuxPlan(msgspec.Struct):
+    """The auxiliary side of a plan. The worker applies ends, begins and hashes before the forward pass, then the store's
+    changes in one batch with what the step publishes. A plan without any of it carries None."""
+
+    weight_version: int
+    """Of the weights this step runs on."""
+    ends: list[tuple[int, list[bytes]]]
+    """Terminal events in order: (capture id, hashes not sent before). What is complete is published, the rest dropped."""
+    begins: list[AuxBegin]
+    hashes: list[tuple[int, list[bytes]]]
+    """(capture id, next hashes): each exactly once, of blocks that are fully computed by the end of this step."""
+    retain: list[tuple[str, bytes, int]]
+    """(field, KV hash, weight version): objects that the store must keep, also before they exist."""
+    release: list[tuple[str, bytes, int]]
+    """Objects that may be evicted from now on, last block of a sequence first."""
+    discard: list[tuple[str, bytes, int]]
+    """Objects whose rows cannot be trusted (their step failed): removed whatever else holds."""
+
+
 class StepPlan(msgspec.Struct):
     """What the worker does in one step. Row i is `slots[i]`; rows keep the scheduler's order (running before new).
 
@@ -74,6 +113,8 @@ class StepPlan(msgspec.Struct):
     copies: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
     """(KV group, source block, destination block), copied after the forward pass: the last prompt block of a fork."""
 
+    aux: AuxPlan | None = None
+
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
@@ -88,6 +129,22 @@ class PositionLogprobs(msgspec.Struct):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class AuxRows(msgspec.Struct):
+    """Captured rows of one request, emitted with the tokens of a step that sampled for it. Row i describes position
+    `start + i`, which was fed to the model."""
+
+    start: int
+    count: int
+    num_cached: int
+    """Of these, how many (the first) came from the store."""
+    data: dict[str, bytes]
+    """Field -> rows in C order, `CaptureProfile.row_bytes` each."""
+    versions: list[tuple[int, int]]
+    """(rows, weight version under which they were computed), together `count`."""
+    error: str | None = None
+    """Why the rows of this request cannot be complete any more; its tokens go on."""
+
+
 class StepResult(msgspec.Struct):
     """What came of a plan: its rows in order, then its forks."""
 
@@ -100,5 +157,9 @@ class StepResult(msgspec.Struct):
     """Row index -> entries for the prompt positions predicted in this step, in order (positions start+1 ...)."""
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     """Row index -> why that row alone failed (for example "logits hold NaN"); such a row has no token."""
+    aux: dict[int, AuxRows] = msgspec.field(default_factory=dict)
+    """Index in the result's lists -> captured rows of that request."""
+    aux_refused: list[tuple[str, bytes, int]] = msgspec.field(default_factory=list)
+    """Objects the store had no room for: their blocks count as missing."""
     seconds: float = 0.0
     """Worker wall time of the step."""

@@ -1,0 +1,90 @@
+"""What is captured per token beside the output: what the operator asks, and the facts of each captured field.
+
+Plain data: the section is parsed once; profiles are made by the worker's builder from the model and the field plugins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from infer.config.units import parse_bytes
+
+MOE_ROUTES = "moe_routes"
+HIDDEN_STATES = "hidden_states"
+ITEM_SIZES = {"uint8": 1, "uint16": 2, "int32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _listed(value: object) -> object:
+    """Flags and the environment write lists as "a,b"."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+class CaptureSection(BaseModel):
+    """Nothing is allocated, copied or sent unless a field is on; and then only for the requests that ask for it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    routed_experts: bool = False
+    """Requests may ask for the experts that every token used (artifact field moe_routes)."""
+    hidden_layers: Annotated[tuple[int, ...], BeforeValidator(_listed)] = ()
+    """Decoder layers whose output requests may ask for (artifact field hidden_states)."""
+    fields: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Further artifact fields, of plugins, that requests may ask for."""
+    max_bytes: Annotated[int, Field(ge=1), BeforeValidator(parse_bytes)] | None = None
+    """Most bytes of rows kept for reuse with the prefix cache, per field. None: rows for every KV block."""
+    shared_memory: bool = False
+    """Keep these rows in anonymous shared memory instead of private memory."""
+
+    def names(self) -> tuple[str, ...]:
+        """Artifact fields that are on, each once."""
+        built_in = [MOE_ROUTES] * self.routed_experts + [HIDDEN_STATES] * bool(self.hidden_layers)
+        return tuple(dict.fromkeys((*built_in, *self.fields)))
+
+
+class CaptureProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One captured field of one model: what a row is. Two engines with equal digests mean the same rows."""
+
+    name: str
+    dtype: str
+    """Key of `ITEM_SIZES`; fixed by the model, never by the values."""
+    row_shape: tuple[int, ...]
+    """For moe_routes (routers, experts per token)."""
+    layer_ids: tuple[int, ...] = ()
+    """0-based decoder layers of the first axis."""
+    num_experts: int = 0
+    """Of every router; 0 for other fields."""
+    model_identity: str = ""
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.row_shape) * ITEM_SIZES[self.dtype]
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 over all of it: part of every key in the store."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+class ResolvedCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """Decided at start. Sizes count one field."""
+
+    profiles: tuple[CaptureProfile, ...]
+    block_size: int
+    """Tokens of one object: a block of the KV hash chain."""
+    num_objects: dict[str, int]
+    """Field -> objects its store may hold (a hard cap)."""
+    max_step_tokens: int
+    queue_size: int
+    """Batches of objects that may wait for publication."""
+    shared_memory: bool = False
+
+    def profile(self, name: str) -> CaptureProfile | None:
+        return next((profile for profile in self.profiles if profile.name == name), None)
+
+    def store_bytes(self) -> int:
+        return sum(self.num_objects[p.name] * self.block_size * p.row_bytes for p in self.profiles)
