@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from infer.errors import InvalidRequestError, shown
 
 FinishReason = Literal["stop", "length", "repetition", "deadline", "abort", "error"]
-LogprobsMode = Literal["raw", "raw_logits", "processed_logits"]
+LogprobsMode = Literal["raw", "processed", "raw_logits", "processed_logits"]
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 """Raw text, token ids, or chat messages in the OpenAI shape."""
 
@@ -77,7 +77,20 @@ class SamplingParams(BaseModel):
     """None: none. k: the chosen token's logprob and the k best alternatives."""
     prompt_logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
     logprobs_mode: LogprobsMode = "raw"
-    """raw: log-softmax of the model's logits at temperature 1. raw_logits, processed_logits: before and after processors."""
+    """raw: log-softmax of the model's logits at temperature 1; processed: of the logits that are sampled from, after all
+    processors (greedy: after the penalties; neither temperature nor truncation applies). raw_logits, processed_logits: the
+    logits before and after."""
+    logprob_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    """Score these ids at every output position (and every prompt position, with prompt_logprobs): `TokenLogprob.candidates`."""
+    return_kept_set: bool = False
+    """What top_k, top_p and min_p kept at every output position: `TokenLogprob.kept_ids` and `kept_logmass`."""
+    forced_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    """Emit these ids instead of sampling and return what the model thinks of them. max_tokens is their number unless
+    more is asked for: then sampling goes on behind them. Only the last of them can end the answer."""
+    return_routed_experts: bool = False
+    """The experts that every token was routed to."""
+    routed_experts_prompt_start: Annotated[int, Field(ge=0, strict=True)] = 0
+    """First prompt position whose routes are returned."""
     n: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     """Answers to one prompt, which is computed once. Greedy ones (temperature 0) are all equal."""
 
@@ -97,6 +110,7 @@ class SamplingParams(BaseModel):
             raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: no token could be sampled")
+        self._check_forced()
         if any(not word for word in self.bad_words):
             raise ValueError("bad_words holds an empty string")
         for word in self.bad_words:
@@ -105,6 +119,27 @@ class SamplingParams(BaseModel):
             except UnicodeEncodeError as error:  # half a surrogate pair: no tokenizer takes it
                 raise ValueError(f"bad_words holds {word!r}, which is not valid Unicode: {error.reason}") from None
         return self
+
+    def _check_forced(self) -> None:
+        if self.forced_token_ids is None:
+            return
+        count = len(self.forced_token_ids)
+        if count == 0:
+            raise ValueError("forced_token_ids is empty: name at least one id, or leave it out")
+        if self.max_tokens is not None and self.max_tokens < count:
+            raise ValueError(f"forced_token_ids holds {count} ids, more than max_tokens={self.max_tokens}")
+        if self.n != 1:
+            raise ValueError(f"forced_token_ids with n={self.n}: every choice would be the same, so n must be 1")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether output positions get a `TokenLogprob`: `logprobs` was asked for, or what only comes with it."""
+        return (
+            self.logprobs is not None
+            or bool(self.logprob_token_ids)
+            or self.return_kept_set
+            or self.forced_token_ids is not None
+        )
 
 
 def _invalid_parameter(error: ValidationError) -> InvalidRequestError:
@@ -131,6 +166,14 @@ class TokenLogprob:
     """1 is the best token of the vocabulary."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob), best first, as many as asked for."""
+    candidates: tuple[float, ...] = ()
+    """Of `SamplingParams.logprob_token_ids`, in their order; -inf where a processor excluded one."""
+    kept_ids: tuple[int, ...] | None = None
+    """With `return_kept_set`: the ids that could be drawn here, ascending (greedy: the best one alone). None with a
+    `kept_logmass` means the whole vocabulary."""
+    kept_logmass: float | None = None
+    """Log of the probability that the kept ids had together before top_k, top_p and min_p. A processed logprob is the one
+    before these filters minus this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class Admission:
                 f"params is {type(params).__name__}, not SamplingParams", parameter="params", value=params
             )
         params, defaults = self._with_defaults(params or SamplingParams())
+        refuse_unavailable(return_routed_experts=params.return_routed_experts or None)
         if isinstance(self._tokenizer, NoTokenizer):
             self._tokenizer.check(params)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
@@ -100,6 +101,8 @@ class Admission:
         filled: dict[str, Any] = dict(used)
         if params.seed is None:
             filled["seed"] = secrets.randbits(63)
+        if params.forced_token_ids is not None and params.max_tokens is None:
+            filled["max_tokens"] = len(params.forced_token_ids)
         if not filled:
             return params, used
         values = {name: getattr(params, name) for name in given}
@@ -141,6 +144,8 @@ class Admission:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", tuple(params.logit_bias)),
             ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logprob_token_ids", params.logprob_token_ids or ()),
+            ("forced_token_ids", params.forced_token_ids or ()),
         )
         for name, ids in groups:
             if ids and (max(ids) >= vocab_size or min(ids) < 0):
@@ -176,9 +181,12 @@ class Admission:
             logit_bias=tuple(sorted(params.logit_bias.items())),
             allowed_token_ids=params.allowed_token_ids,
             bad_words=self._bad_words(params.bad_words),
-            logprobs=params.logprobs,
+            logprobs=(params.logprobs or 0) if params.wants_logprobs else None,
             prompt_logprobs=params.prompt_logprobs,
             logprobs_mode=params.logprobs_mode,
+            logprob_token_ids=params.logprob_token_ids or (),
+            return_kept_set=params.return_kept_set,
+            forced_token_ids=params.forced_token_ids or (),
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

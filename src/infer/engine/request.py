@@ -167,7 +167,7 @@ class Request:
         """Append the ids of one step up to the first that ends the request; returns how many were kept."""
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
-            if token_id in self.stop_ids:
+            if token_id in self.stop_ids and self.num_output >= len(self.sampling.forced_token_ids):
                 self.finish("stop", self.stop_ids[token_id])
                 return count
             if len(self.token_ids) - self.prompt_len >= self.max_tokens:

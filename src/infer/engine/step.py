@@ -32,8 +32,14 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences; the last id is masked when the preceding ids are the row's tail."""
     logprobs: int | None = None
+    """None: the row reports nothing, whatever the three below say."""
     prompt_logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
+    logprob_token_ids: tuple[int, ...] = ()
+    """Scored at every reported position, prompt positions included."""
+    return_kept_set: bool = False
+    forced_token_ids: tuple[int, ...] = ()
+    """Output i is the i-th of these; sampling goes on behind them."""
 
 
 class SlotAdmission(msgspec.Struct):
@@ -127,6 +133,11 @@ class PositionLogprobs(msgspec.Struct):
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+    candidates: tuple[float, ...] = ()
+    """Of `SamplingSpec.logprob_token_ids`, in their order."""
+    kept_ids: tuple[int, ...] | None = None
+    """Ascending; None with a `kept_logmass`: nothing was excluded."""
+    kept_logmass: float | None = None
 
 
 class AuxRows(msgspec.Struct):

@@ -33,12 +33,13 @@ class ChoiceText:
         self.seed = admitted.specs[index].seed
         self.token_ids: list[int] = []
         self.text = ""
-        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.logprobs: list[TokenLogprob] | None = [] if params.wants_logprobs else None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._include_stop = params.include_stop
         self._detokenizer = Detokenizer(tokenizer, admitted.prompt_ids, params.skip_special_tokens)
-        self._stop = StopMatcher(stops, params.include_stop, min_tokens=params.min_tokens)
+        forced = len(params.forced_token_ids or ())
+        self._stop = StopMatcher(stops, params.include_stop, min_tokens=max(params.min_tokens, forced - 1))
 
     def read(self, update: ChoiceUpdate) -> Delta | None:
         """Take an update in; None when it changes nothing for the reader."""
@@ -100,7 +101,18 @@ class ChoiceText:
 
 
 def public_logprobs(entries: list[PositionLogprobs]) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(entry.token_id, entry.logprob, entry.rank, entry.top) for entry in entries)
+    return tuple(
+        TokenLogprob(
+            entry.token_id,
+            entry.logprob,
+            entry.rank,
+            entry.top,
+            entry.candidates,
+            entry.kept_ids,
+            entry.kept_logmass,
+        )
+        for entry in entries
+    )
 
 
 class Stream:
