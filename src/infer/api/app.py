@@ -60,12 +60,31 @@ def build_app(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> ASGIApp:
     return Gate(_router(context, all_routes(context, topics)), context.settings.cors_origins)
 
 
+def build_admin_app(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> ASGIApp:
+    """The application of a listener for admin routes alone. Web pages of other origins are never let in."""
+    return Gate(_router(context, admin_routes(context, topics)), ())
+
+
 def all_routes(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> list[ApiRoute]:
-    """Every route that this server has."""
+    """Every route that the public listener has."""
     settings = context.settings
-    found = [route for topic in topics for route in topic(context)]
-    served = [route for route in found if settings.admin or not route.admin]
-    return with_description(served, unknown_fields=settings.unknown_fields, needs_key=bool(context.key_digests))
+    elsewhere = settings.admin_port is not None or settings.admin_uds is not None
+    shows_admin = settings.admin and not elsewhere
+    return _described(context, [route for route in _found(context, topics) if shows_admin or not route.admin])
+
+
+def admin_routes(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> list[ApiRoute]:
+    """Those of the admin listener: what acts on the whole server, and what tells how it is."""
+    return _described(context, [route for route in _found(context, topics) if route.admin or route.monitoring])
+
+
+def _found(context: ApiContext, topics: Sequence[Topic]) -> list[ApiRoute]:
+    return [route for topic in topics for route in topic(context)]
+
+
+def _described(context: ApiContext, routes: list[ApiRoute]) -> list[ApiRoute]:
+    needs_key = bool(context.key_digests)
+    return with_description(routes, unknown_fields=context.settings.unknown_fields, needs_key=needs_key)
 
 
 def _router(context: ApiContext, routes: list[ApiRoute]) -> Router:

@@ -11,6 +11,7 @@ import socket
 import ssl
 import stat
 from pathlib import Path
+from typing import Self
 
 from infer.config.engine import ApiSection
 from infer.errors import ConfigError
@@ -19,13 +20,19 @@ BACKLOG = 1024
 
 
 class Listener:
-    """A bound socket. `address` is what clients use. Close it unless `hand_over` was called."""
+    """A bound socket. `address` is what clients use. Close it, or leave its `with`, also after `hand_over`."""
 
     def __init__(self, bound: socket.socket, address: str, path: Path | None = None) -> None:
         self.address = address
         self._socket = bound
         self._path = path
         self._inode = path.stat().st_ino if path is not None else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def listen(self, write_timeout: float) -> None:
         """From now on clients can connect. The kernel drops one that leaves data unread for `write_timeout` seconds."""
@@ -56,8 +63,18 @@ def open_listener(settings: ApiSection) -> Listener:
     if settings.fd is not None:
         return _inherited(settings.fd, scheme)
     if settings.uds is not None:
-        return _unix(settings.uds)
-    return _tcp(settings.host, settings.port, scheme)
+        return _unix(settings.uds, "api.uds")
+    return _tcp(settings.host, settings.port, scheme, ("api.host", "api.port"))
+
+
+def open_admin_listener(settings: ApiSection) -> Listener | None:
+    """Bind the place that is for admin routes alone, if there is one. Raises `ConfigError` in one line."""
+    if settings.admin_uds is not None:
+        return _unix(settings.admin_uds, "api.admin_uds")
+    if settings.admin_port is None:
+        return None
+    host = "127.0.0.1" if settings.admin_host is None else settings.admin_host
+    return _tcp(host, settings.admin_port, _check_tls(settings), ("api.admin_host", "api.admin_port"))
 
 
 def _set_tcp_options(listening: socket.socket, write_timeout: float) -> None:
@@ -68,12 +85,12 @@ def _set_tcp_options(listening: socket.socket, write_timeout: float) -> None:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(write_timeout * 1000)))
 
 
-def _tcp(host: str, port: int, scheme: str) -> Listener:
+def _tcp(host: str, port: int, scheme: str, fields: tuple[str, str]) -> Listener:
     where = _url_host(host) + f":{port}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(f"api.host={host!r} is no address of this machine: {error}", fields=("api.host",)) from None
+        raise ConfigError(f"{fields[0]}={host!r} is no address of this machine: {error}", fields=fields[:1]) from None
     family, kind, proto, _, address = found[0]
     bound = socket.socket(family, kind, proto)
     try:
@@ -83,11 +100,11 @@ def _tcp(host: str, port: int, scheme: str) -> Listener:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise _refused(where, error, ("api.host", "api.port")) from None
+        raise _refused(where, error, fields) from None
     return Listener(bound, f"{scheme}://{_url_host(host)}:{bound.getsockname()[1]}")
 
 
-def _unix(name: str) -> Listener:
+def _unix(name: str, field: str) -> Listener:
     path = Path(name).absolute()
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -95,7 +112,7 @@ def _unix(name: str) -> Listener:
         bound.bind(str(path))
     except OSError as error:
         bound.close()
-        raise _refused(f"unix:{path}", error, ("api.uds",)) from None
+        raise _refused(f"unix:{path}", error, (field,)) from None
     return Listener(bound, f"unix:{path}", path)
 
 

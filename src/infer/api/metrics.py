@@ -30,7 +30,16 @@ def routes(context: ApiContext) -> list[ApiRoute]:
     async def metrics(call: Call) -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
 
-    return [ApiRoute(method="GET", path="/metrics", handler=metrics, always=True, summary="Metrics for Prometheus")]
+    return [
+        ApiRoute(
+            method="GET",
+            path="/metrics",
+            handler=metrics,
+            always=True,
+            monitoring=True,
+            summary="Metrics for Prometheus",
+        )
+    ]
 
 
 class EngineCollector(Collector):

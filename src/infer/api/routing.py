@@ -44,7 +44,9 @@ class ApiRoute:
     always: bool = False
     """Answers while the server is stopping or full."""
     admin: bool = False
-    """There only with api.admin."""
+    """There only with api.admin, and only on the admin listener where there is one."""
+    monitoring: bool = False
+    """On the admin listener, too."""
     refusal: Callable[[BaseException], Response] = error_response
     """Writes what the client is told when the call fails before its reply has begun."""
 

@@ -1,6 +1,6 @@
 """Serves the API of an open engine with hypercorn, inside the caller's task group, until told to stop.
 
-Leaves signals, loggers and the event loop as they are. Owns the listener and the order of stopping.
+Leaves signals, loggers and the event loop as they are. Owns the listeners and the order of stopping.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import anyio
 from anyio.abc import TaskStatus
 from hypercorn.config import Config
 
-from infer.api.app import TOPICS, Topic, build_app, build_context
+from infer.api.app import TOPICS, Topic, build_admin_app, build_app, build_context
 from infer.api.connections import serve_on_asyncio, serve_on_trio
 from infer.api.errors import unwrap
-from infer.api.listener import BACKLOG, Listener, open_listener
+from infer.api.listener import BACKLOG, Listener, open_admin_listener, open_listener
 from infer.config.engine import ApiSection
 from infer.engine.engine import Engine
 
@@ -37,44 +38,54 @@ async def serve(
     topics: Sequence[Topic] = TOPICS,
     stop: anyio.Event | None = None,
     listener: Listener | None = None,
+    admin_listener: Listener | None = None,
     task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """`address = await task_group.start(serve, engine)`; clients can connect from then on.
 
     `settings` default to `engine.config.api`. Setting `stop` ends it gently: new requests are refused and running ones
     have `drain_seconds`. Cancelling it ends it at once: running requests get an error event, connections are closed.
+    Listeners that are not given are opened as the settings say.
     """
     context = build_context(engine, settings)
-    listener = listener if listener is not None else open_listener(context.settings)
-    try:
-        listener.listen(context.settings.write_timeout)
-        await _serve(context, build_app(context, topics), listener, stop or anyio.Event(), task_status)
-    except BaseExceptionGroup as group:
-        raise unwrap(group) from group
-    finally:
-        listener.close()
+    with ExitStack() as stack:
+        listener = stack.enter_context(listener or open_listener(context.settings))
+        served = [(listener, build_app(context, topics))]
+        admin_listener = admin_listener or open_admin_listener(context.settings)
+        if admin_listener is not None:
+            served.append((stack.enter_context(admin_listener), build_admin_app(context, topics)))
+        for one, _ in served:
+            one.listen(context.settings.write_timeout)
+        try:
+            await _serve(context, served, stop or anyio.Event(), task_status)
+        except BaseExceptionGroup as group:
+            raise unwrap(group) from group
 
 
 async def _serve(
-    context: ApiContext, app: ASGIApp, listener: Listener, stop: anyio.Event, task_status: TaskStatus[str]
+    context: ApiContext, served: Sequence[tuple[Listener, ASGIApp]], stop: anyio.Event, task_status: TaskStatus[str]
 ) -> None:
-    config = _hypercorn_config(context.settings, listener.hand_over())
     close, closed = anyio.Event(), anyio.Event()
     connections = anyio.CancelScope(shield=True)  # hypercorn does not survive being cancelled: it is told to close
 
     async def run_hypercorn() -> None:
         with connections:
-            try:
-                await _hypercorn_serve(app, config, close)
-            except asyncio.InvalidStateError:
-                if not connections.cancel_called:
-                    raise
+            async with anyio.create_task_group() as servers:
+                for listener, app in served:
+                    servers.start_soon(one_hypercorn, app, _hypercorn_config(context.settings, listener.hand_over()))
         closed.set()
+
+    async def one_hypercorn(app: ASGIApp, config: Config) -> None:
+        try:
+            await _hypercorn_serve(app, config, close)
+        except asyncio.InvalidStateError:
+            if not connections.cancel_called:
+                raise
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(context.health.watch)
         tasks.start_soon(run_hypercorn)
-        task_status.started(listener.address)
+        task_status.started(served[0][0].address)
         try:
             await stop.wait()
             context.calls.draining = True

@@ -82,7 +82,7 @@ def routes(context: ApiContext) -> list[ApiRoute]:
     found = [
         ApiRoute(method="POST", path="/tokenize", handler=tokenize, summary="Text to token ids", body=TOKENIZE),
         ApiRoute(method="POST", path="/detokenize", handler=detokenize, summary="Ids to text", body=DETOKENIZE),
-        ApiRoute(method="GET", path="/version", handler=version, always=True, summary="Version of the server"),
+        ApiRoute(method="GET", path="/version", handler=version, always=True, monitoring=True, summary="Version"),
         ApiRoute(method="GET", path="/server_info", handler=server_info, admin=True, summary="Settings, no secrets"),
         ApiRoute(
             method="POST",

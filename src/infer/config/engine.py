@@ -180,10 +180,19 @@ class ApiSection(Section):
     """Seconds that running requests have to finish after a stop was asked for."""
     health_deadline: Annotated[float, Field(gt=0)] = 30.0
     """Seconds without a completed step, while there is work, after which /health turns red."""
+    health_probe_deadline: Annotated[float, Field(gt=0)] | None = None
+    """Seconds that a health check waits for a step of its own on an idle engine. None: a third of health_deadline; a
+    machine that is short of CPU time needs more than a healthy step takes."""
     force_include_usage: bool = False
     """Send token usage at the end of every stream, asked for or not."""
     admin: bool = False
     """Serve the routes that act on the whole server (resetting caches, aborting requests)."""
+    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of a listener for admin routes alone: with it the public listener has none. 0 takes a free one."""
+    admin_host: str | None = None
+    """Address of that listener; None is 127.0.0.1."""
+    admin_uds: str | None = None
+    """Path of a unix socket to serve admin routes on, instead of admin_port."""
     tokenizer_info: bool = False
     """Serve /tokenizer_info, which shows the chat template."""
 
@@ -252,15 +261,7 @@ def check_together(config: EngineConfig) -> None:
             f"{name} and model.skip_tokenizer=True contradict each other; give one of them",
             fields=(name, "model.skip_tokenizer"),
         )
-    api = config.api
-    if (api.tls_cert is None) != (api.tls_key is None):
-        raise ConfigError(
-            "api.tls_cert and api.tls_key belong together; give both or neither", fields=("api.tls_cert", "api.tls_key")
-        )
-    if api.uds is not None and api.fd is not None:
-        raise ConfigError(
-            f"api.uds={api.uds!r} and api.fd={api.fd} are two places to listen; give one", fields=("api.uds", "api.fd")
-        )
+    check_listeners(config.api)
     sizes = [name for name in ("memory", "num_blocks", "memory_fraction") if getattr(cache, name) is not None]
     if len(sizes) > 1:
         listed = " and ".join(f"cache.{name}={getattr(cache, name)}" for name in sizes)
@@ -271,6 +272,42 @@ def check_together(config: EngineConfig) -> None:
     length = config.model.max_model_len
     if length is not None:
         check_whole_prompts(config, length)
+
+
+def check_listeners(api: ApiSection) -> None:
+    """Places to listen that exclude each other. Raises `ConfigError` naming both fields."""
+    if (api.tls_cert is None) != (api.tls_key is None):
+        raise ConfigError(
+            "api.tls_cert and api.tls_key belong together; give both or neither", fields=("api.tls_cert", "api.tls_key")
+        )
+    if api.uds is not None and api.fd is not None:
+        raise ConfigError(
+            f"api.uds={api.uds!r} and api.fd={api.fd} are two places to listen; give one", fields=("api.uds", "api.fd")
+        )
+    if api.admin_port is not None and api.admin_uds is not None:
+        raise ConfigError(
+            f"api.admin_port={api.admin_port} and api.admin_uds={api.admin_uds!r} are two places to listen; give one",
+            fields=("api.admin_port", "api.admin_uds"),
+        )
+    if api.admin_host is not None and api.admin_port is None:
+        raise ConfigError(
+            f"api.admin_host={api.admin_host!r} needs api.admin_port", fields=("api.admin_host", "api.admin_port")
+        )
+    name = "admin_port" if api.admin_port is not None else "admin_uds"
+    place = getattr(api, name)
+    if place is not None and not api.admin:
+        raise ConfigError(
+            f"api.{name}={place!r} is a listener for admin routes, and api.admin=False switches them off; set it",
+            fields=(f"api.{name}", "api.admin"),
+        )
+    if api.admin_port and (api.admin_host or "127.0.0.1", api.admin_port) == (api.host, api.port) and api.uds is None:
+        raise ConfigError(
+            f"api.admin_port and api.port are both {api.port}; give two ports", fields=("api.admin_port", "api.port")
+        )
+    if api.admin_uds is not None and api.admin_uds == api.uds:
+        raise ConfigError(
+            f"api.admin_uds and api.uds are both {api.uds!r}; give two paths", fields=("api.admin_uds", "api.uds")
+        )
 
 
 def check_whole_prompts(config: EngineConfig, max_model_len: int) -> None:

@@ -167,6 +167,11 @@ class Engine:
         """False once the worker is gone or the engine is not open."""
         return self._parts is not None and self._state == "open" and self._parts.loop.death is None
 
+    @property
+    def last_step_at(self) -> float | None:
+        """When the last step completed, on the monotonic clock; None before the first."""
+        return self._open_parts().loop.last_step_at
+
     def statistics(self) -> EngineStatistics:
         """Counters and gauges as of now."""
         return statistics(self._open_parts().scheduler)

@@ -19,6 +19,7 @@ import pytest
 from api_server import HELLO, MODEL, Server, api_settings, events, on_loopback, open_engine, until
 from infer.api import open_listener, serve
 from infer.api.app import all_routes, build_context
+from infer.api.health import probe_deadline
 from infer.config.engine import ApiSection, EngineConfig
 from infer.engine.step import SamplingSpec, StepPlan
 from infer.errors import ConfigError, EngineDeadError
@@ -216,22 +217,73 @@ async def test_a_dead_engine_turns_health_red_and_answers_503() -> None:
     assert ping.status_code == 200
 
 
-@pytest.mark.row("SERVE-DISCOVERY-HEALTH", "after the engine hangs /health answers 503 within its deadline")
-async def test_a_stuck_step_turns_health_red() -> None:
+def hang(server: Server) -> None:
+    server.engine._open_parts().executor.latency = 3600.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.row("SERVE-DISCOVERY-HEALTH", "after the engine hangs /health answers 503 within 2 s, where so configured")
+async def test_a_probe_that_is_not_answered_turns_health_red_and_it_stays_red() -> None:
     async with (
-        on_loopback(endless, settings={"health_deadline": 0.5}) as server,
-        httpx2.AsyncClient(base_url=server.address) as client,
+        on_loopback(endless, settings={"health_probe_deadline": 2.0}) as server,
+        httpx2.AsyncClient(base_url=server.address, timeout=30) as client,
     ):
         assert (await client.get("/health")).status_code == 200
-        server.engine._open_parts().executor.latency = 3600.0  # type: ignore[attr-defined]
-        idle = await client.get("/health")  # its probe step hangs
+        hang(server)
+        began = anyio.current_time()
+        first = await client.get("/health")
+        took = anyio.current_time() - began
+        second = await client.get("/health")  # the probe that hangs counts as work: it must not pass for health
+    assert first.status_code == second.status_code == 503 and took >= 2.0
+    assert "within 2 s" in first.json()["error"]["message"]
+    assert "has not completed a probe step" in second.json()["error"]["message"]
+
+
+async def test_a_client_that_gives_up_does_not_make_the_engine_healthy() -> None:
+    async with (
+        on_loopback(endless, settings={"health_probe_deadline": 1.0}) as server,
+        httpx2.AsyncClient(base_url=server.address, timeout=30) as client,
+    ):
+        assert (await client.get("/health")).status_code == 200
+        hang(server)
+        with pytest.raises(httpx2.ReadTimeout):
+            await client.get("/health", timeout=0.2)
+        await until(lambda: server.contexts[0].health.probe_waits_for > 1.0)
+        assert (await client.get("/health")).status_code == 503
+
+
+@pytest.mark.row("SERVE-DISCOVERY-HEALTH", "/health answers 200 only while a probe step completes")
+async def test_a_slow_step_is_not_a_red_one_and_one_that_completes_makes_health_green_again() -> None:
+    async with (
+        on_loopback(endless, latency=0.3, settings={"health_probe_deadline": 0.05}) as server,
+        httpx2.AsyncClient(base_url=server.address, timeout=30) as client,
+    ):
+        red = await client.get("/health")
+        await until(lambda: server.engine.statistics().running == 0)
+        server.contexts[0].settings = server.contexts[0].settings.model_copy(update={"health_probe_deadline": None})
+        green = await client.get("/health")
+    assert (red.status_code, green.status_code) == (503, 200)
+
+
+@pytest.mark.row("SERVE-DISCOVERY-HEALTH", "a step that is overdue turns /health red")
+async def test_a_stuck_step_turns_health_red() -> None:
+    async with (
+        on_loopback(endless, settings={"health_deadline": 0.5, "health_probe_deadline": 0.5}) as server,
+        httpx2.AsyncClient(base_url=server.address) as client,
+    ):
+        hang(server)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: client.post(CHAT, json=ask()))
             await until(lambda: server.contexts[0].health.stuck_for > 0.5)
             busy = await client.get("/health")
             tasks.cancel_scope.cancel()
-    assert idle.status_code == 503
-    assert "step" in busy.json()["error"]["message"]
+    assert busy.status_code == 503 and "no step has completed" in busy.json()["error"]["message"]
+
+
+def test_the_probe_has_slack_and_never_more_time_than_a_step() -> None:
+    assert probe_deadline(ApiSection()) == 10.0
+    assert probe_deadline(ApiSection(health_deadline=60)) == 20.0
+    assert probe_deadline(ApiSection(health_probe_deadline=4)) == 4.0
+    assert probe_deadline(ApiSection(health_probe_deadline=90)) == 30.0
 
 
 # -- start and stop ----------------------------------------------------------------------------------------------------
