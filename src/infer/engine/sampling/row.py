@@ -35,15 +35,17 @@ class Feature(IntEnum):
     TOP_K = 256
     TOP_P = 512
     MIN_P = 1024
-    LOGPROBS = 2048
-    PROMPT_LOGPROBS = 4096
+    FORCED = 2048
+    KEPT_SET = 4096
+    LOGPROBS = 8192
+    PROMPT_LOGPROBS = 16384
 
 
 NEEDS_COUNTS = Feature.REPETITION | Feature.OUTPUT_PENALTIES
 STATEFUL = NEEDS_COUNTS | Feature.BAD_WORDS
 """Rows that must hear of each sampled token."""
 PROCESSED = Feature.LOGPROBS - 1
-"""Rows whose logits change or that draw: everything before LOGPROBS."""
+"""Rows whose token is not simply the best of the model's logits: everything before LOGPROBS."""
 SAMPLER = PROCESSED | Feature.LOGPROBS
 """Rows that the sampler must know more of than their logits."""
 
@@ -60,11 +62,19 @@ class SamplingRow:
     bias_ids: Tensor | None = None
     bias_values: Tensor | None = None
     masked_until_min: Tensor | None = None
+    candidate_ids: Tensor | None = None
+    """Scored at every reported position."""
     counts: TokenCounts | None = None
     """Only for rows with a penalty."""
     tail: list[int] = field(default_factory=list)
     """The last ids of prompt and output, as many as the longest bad word can match."""
     tail_len: int = 0
+
+    @property
+    def forced_id(self) -> int | None:
+        """The id that the next output must be; None when it is sampled."""
+        forced = self.spec.forced_token_ids
+        return forced[self.output_position] if self.output_position < len(forced) else None
 
     @property
     def token_counts(self) -> TokenCounts:
@@ -99,6 +109,9 @@ def make_row(
         row.bias_values = torch.tensor([v for _, v in spec.logit_bias], dtype=torch.float32, device=device)
     if spec.min_tokens_masked_ids:
         row.masked_until_min = _ids("stop_token_ids", spec.min_tokens_masked_ids, vocab_size, device)
+    if spec.logprob_token_ids:
+        row.candidate_ids = _ids("logprob_token_ids", spec.logprob_token_ids, vocab_size, device)
+    _ids("forced_token_ids", spec.forced_token_ids, vocab_size, torch.device("cpu"))
     for word in spec.bad_words:
         _ids("bad_words", word, vocab_size, torch.device("cpu"))
     row.tail_len = max((len(word) - 1 for word in spec.bad_words), default=0)
@@ -123,6 +136,8 @@ def features_of(spec: SamplingSpec) -> int:
         Feature.TOP_K: random and spec.top_k > 0,
         Feature.TOP_P: random and spec.top_p < 1.0,
         Feature.MIN_P: random and spec.min_p > 0.0,
+        Feature.FORCED: bool(spec.forced_token_ids),
+        Feature.KEPT_SET: spec.return_kept_set and spec.logprobs is not None,
         Feature.LOGPROBS: spec.logprobs is not None,
         Feature.PROMPT_LOGPROBS: spec.prompt_logprobs is not None,
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from infer.engine.sampling import (
     allowed_tokens,
     bad_words,
+    kept_set,
     logit_bias,
     min_p,
     min_tokens,
@@ -27,14 +28,17 @@ from infer.engine.sampling import (
     top_p,
 )
 from infer.engine.sampling.draw import draw
-from infer.engine.sampling.logprobs import position_logprobs
+from infer.engine.sampling.kept_set import KeptSet
+from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.ranking import argmax
 from infer.engine.sampling.row import PROCESSED, Feature, SamplingRow
 from infer.engine.step import PositionLogprobs
 
 Transform = Callable[[Tensor, Sequence[int], Sequence[SamplingRow]], None]
 
-ORDER: tuple[tuple[Feature, Transform], ...] = (
+Transforms = tuple[tuple[Feature, Transform], ...]
+
+SHAPING: Transforms = (
     (Feature.ALLOWED, allowed_tokens.apply),
     (Feature.BAD_WORDS, bad_words.apply),
     (Feature.BIAS, logit_bias.apply),
@@ -42,10 +46,13 @@ ORDER: tuple[tuple[Feature, Transform], ...] = (
     (Feature.REPETITION, repetition_penalty.apply),
     (Feature.OUTPUT_PENALTIES, output_penalties.apply),
     (Feature.TEMPERATURE, temperature.apply),
+)
+TRUNCATION: Transforms = (
     (Feature.TOP_K, top_k.apply),
     (Feature.TOP_P, top_p.apply),
     (Feature.MIN_P, min_p.apply),
 )
+ORDER = SHAPING + TRUNCATION
 """The order of `SamplingParams`, written once."""
 
 CHUNK_ELEMENTS = 2**19
@@ -62,6 +69,8 @@ class Sampled:
     token_ids: list[int]
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    kept: dict[int, KeptSet] = field(default_factory=dict)
+    """What `logprobs` says of the rows that ask for it."""
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -85,24 +94,43 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
             _fail(result, i, _diagnose(float(best[i])))
     if rows is not None:
         size = chunk_rows(logits.shape[-1])
-        for index in _chunks(rows, PROCESSED, result, size):
+        for index in _chunks(rows, PROCESSED, _force(rows, result), size):
             _sample_chunk(logits, index, rows, result)
-        for index in _chunks(rows, Feature.LOGPROBS, result, size):
+        for index in _chunks(rows, Feature.LOGPROBS, result.errors, size):
             _report_raw(logits, index, rows, result)
+        for i, (ids, logmass) in result.kept.items():
+            result.logprobs[i].kept_ids, result.logprobs[i].kept_logmass = ids, logmass
     return result
 
 
 def process(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Apply every transform the rows ask for, in place, in `ORDER`."""
+    _apply(ORDER, logits, rows)
+
+
+def _apply(order: Transforms, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     features = [row.features for row in rows]
     wanted = functools.reduce(operator.or_, features, 0)
-    for feature, transform in ORDER:
+    for feature, transform in order:
         if wanted & feature:
             transform(logits, [i for i, own in enumerate(features) if own & feature], rows)
 
 
-def _chunks(rows: Sequence[SamplingRow], feature: int, result: Sampled, size: int) -> Iterator[list[int]]:
-    index = [i for i, row in enumerate(rows) if row.features & feature and i not in result.errors]
+def _force(rows: Sequence[SamplingRow], result: Sampled) -> set[int]:
+    """Write the ids that are given instead of drawn. Returns the rows that need no processing any more: the failed ones,
+    and forced ones whose processed logits nobody wants to see."""
+    settled = set(result.errors)
+    for i in [i for i, row in enumerate(rows) if row.features & Feature.FORCED and i not in result.errors]:
+        forced = rows[i].forced_id
+        if forced is not None:
+            result.token_ids[i] = forced
+            if not (rows[i].features & Feature.KEPT_SET or _wants_processed(rows[i])):
+                settled.add(i)
+    return settled
+
+
+def _chunks(rows: Sequence[SamplingRow], feature: int, skip: Container[int], size: int) -> Iterator[list[int]]:
+    index = [i for i, row in enumerate(rows) if row.features & feature and i not in skip]
     for start in range(0, len(index), size):
         yield index[start : start + size]
 
@@ -122,46 +150,73 @@ def _sample_chunk(logits: Tensor, index: list[int], rows: Sequence[SamplingRow],
 def _process_and_draw(logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled) -> None:
     chosen_rows = [rows[i] for i in index]
     processed = logits[index]
-    process(processed, chosen_rows)
+    asking = [k for k, row in enumerate(chosen_rows) if row.features & Feature.KEPT_SET]
+    if asking:
+        _apply(SHAPING, processed, chosen_rows)
+        before = kept_set.weights(processed, asking)
+        _apply(TRUNCATION, processed, chosen_rows)
+    else:
+        process(processed, chosen_rows)
     best = processed.amax(dim=-1).tolist()
-    dead = [k for k, value in enumerate(best) if not math.isfinite(value)]
+    dead = {k for k, value in enumerate(best) if not math.isfinite(value)}
     for k in dead:
         _fail(result, index[k], _diagnose_processed(best[k]))
-    random = [k for k, row in enumerate(chosen_rows) if row.features & Feature.RANDOM and k not in dead]
-    tokens = argmax(processed) if len(random) < len(index) else [NO_TOKEN] * len(index)
-    if random:
-        whole = len(random) == len(index)
-        drawn = draw(processed if whole else processed[random], [chosen_rows[k] for k in random])
-        for k, token_id in zip(random, drawn.tolist(), strict=True):
-            tokens[k] = token_id
+    tokens = _choose(processed, chosen_rows, dead)
     reported = [k for k, row in enumerate(chosen_rows) if _wants_processed(row) and k not in dead]
-    entries = _entries(processed, reported, chosen_rows, tokens, normalise=False) if reported else []
-    for k, entry in zip(reported, entries, strict=True):
+    for k, entry in _entries(processed, reported, chosen_rows, tokens):
         result.logprobs[index[k]] = entry
     for k, token_id in enumerate(tokens):
         if k not in dead:
             result.token_ids[index[k]] = token_id
+    if asking:
+        drawing = [bool(chosen_rows[k].features & Feature.RANDOM) for k in asking]
+        for k, kept in zip(asking, kept_set.kept_sets(processed, asking, before, drawing), strict=True):
+            if k not in dead:
+                result.kept[index[k]] = kept
+
+
+def _choose(processed: Tensor, rows: Sequence[SamplingRow], dead: Container[int]) -> list[int]:
+    """The id of each row: given, drawn, or the best."""
+    forced = {k: row.forced_id for k, row in enumerate(rows) if row.features & Feature.FORCED}
+    given = {k: token_id for k, token_id in forced.items() if token_id is not None}
+    random = [k for k, row in enumerate(rows) if row.features & Feature.RANDOM and k not in dead and k not in given]
+    tokens = argmax(processed) if len(random) < len(rows) else [NO_TOKEN] * len(rows)
+    if random:
+        whole = len(random) == len(rows)
+        drawn = draw(processed if whole else processed[random], [rows[k] for k in random])
+        for k, token_id in zip(random, drawn.tolist(), strict=True):
+            tokens[k] = token_id
+    for k, token_id in given.items():
+        tokens[k] = token_id
+    return tokens
 
 
 def _report_raw(logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled) -> None:
     index = [i for i in index if i not in result.logprobs]  # the processed ones are already there
-    for normalise in (True, False):
-        part = [i for i in index if (rows[i].spec.logprobs_mode == "raw") == normalise]
-        if part:
-            entries = _entries(logits, part, rows, result.token_ids, normalise=normalise)
-            result.logprobs.update(zip(part, entries, strict=True))
+    result.logprobs.update(_entries(logits, index, rows, result.token_ids))
 
 
 def _entries(
-    logits: Tensor, index: list[int], rows: Sequence[SamplingRow], tokens: list[int], *, normalise: bool
-) -> list[PositionLogprobs]:
-    values = logits if len(index) == len(logits) else logits[index]
-    top = [rows[i].spec.logprobs or 0 for i in index]
-    return position_logprobs(values, [tokens[i] for i in index], top, normalise=normalise)
+    logits: Tensor, index: list[int], rows: Sequence[SamplingRow], tokens: list[int]
+) -> Iterator[tuple[int, PositionLogprobs]]:
+    """(row, its entry) for the rows `index`."""
+    for normalise in (True, False):
+        part = [i for i in index if (rows[i].spec.logprobs_mode in NORMALISED) == normalise]
+        if not part:
+            continue
+        values = logits if len(part) == len(logits) else logits[part]
+        entries = position_logprobs(
+            values,
+            [tokens[i] for i in part],
+            [rows[i].spec.logprobs or 0 for i in part],
+            normalise=normalise,
+            candidates=[rows[i].candidate_ids for i in part],
+        )
+        yield from zip(part, entries, strict=True)
 
 
 def _wants_processed(row: SamplingRow) -> bool:
-    return bool(row.features & Feature.LOGPROBS) and row.spec.logprobs_mode == "processed_logits"
+    return bool(row.features & Feature.LOGPROBS) and row.spec.logprobs_mode in ("processed", "processed_logits")
 
 
 def _fail(result: Sampled, row: int, reason: str) -> None:

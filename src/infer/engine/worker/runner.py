@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.config.resolve import ResolvedConfig
-from infer.engine.sampling.logprobs import position_logprobs
+from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
@@ -180,8 +180,14 @@ class Runner:
 
 def _prompt_entries(logits: Tensor, targets: Tensor, row: SamplingRow) -> list[PositionLogprobs]:
     top = row.spec.prompt_logprobs or 0
-    normalise = row.spec.logprobs_mode == "raw"  # no processor applies to a prompt: the other two modes are equal
-    return position_logprobs(logits, targets.tolist(), [top] * len(targets), normalise=normalise)
+    count = len(targets)
+    return position_logprobs(
+        logits,
+        targets.tolist(),
+        [top] * count,
+        normalise=row.spec.logprobs_mode in NORMALISED,  # no processor applies to a prompt: before and after are equal
+        candidates=[row.candidate_ids] * count,
+    )
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

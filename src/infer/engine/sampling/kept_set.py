@@ -1,0 +1,44 @@
+"""Which tokens top_k, top_p and min_p left, and how much probability those had together. Runs in the worker thread; owns nothing.
+
+A trainer needs both: truncated sampling draws from p / mass, and a ratio of probabilities without the mass is off by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infer.engine.sampling.ranking import argmax
+
+KeptSet = tuple[tuple[int, ...] | None, float]
+"""(ids in ascending order, or None for the whole vocabulary; log of their mass before truncation)."""
+
+
+def weights(logits: Tensor, index: Sequence[int]) -> Tensor:
+    """(logits float32 [M, V], rows) -> [len(index)] double: sum of each row's exp(logit - best logit)."""
+    chosen = logits[list(index)]
+    return (chosen - chosen.amax(dim=-1, keepdim=True)).exp_().sum(dim=-1, dtype=torch.float64)
+
+
+def kept_sets(logits: Tensor, index: Sequence[int], before: Tensor, drawing: Sequence[bool]) -> list[KeptSet]:
+    """(truncated logits float32 [M, V], rows, their `weights` before truncation, which of them draw) -> one set per row.
+
+    The best token is never truncated, so both sums are in the same unit. What is -inf was excluded, by truncation or by an
+    earlier processor; the latter's had no mass. A row that does not draw takes the best id and keeps nothing else.
+    """
+    chosen = logits[list(index)]
+    masses = weights(logits, index)
+    masses[[not draws for draws in drawing]] = 1.0  # exp(best - best)
+    kept = chosen > float("-inf")
+    counts = kept.sum(dim=-1).tolist()
+    found: list[KeptSet] = []
+    for row, logmass in enumerate((masses / before).log().tolist()):
+        if not drawing[row]:
+            found.append(((argmax(chosen[row : row + 1])[0],), logmass))
+        elif counts[row] == kept.shape[-1]:
+            found.append((None, logmass))
+        else:
+            found.append((tuple(kept[row].nonzero()[:, 0].tolist()), logmass))
+    return found
