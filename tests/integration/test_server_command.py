@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -102,6 +103,109 @@ def test_a_second_signal_ends_it_at_once() -> None:
         thread.join(30)
         assert process.wait(30) == 0
     assert told(lines)[-1]["error"]["code"] == "shutting_down"
+
+
+# -- signals before it serves ------------------------------------------------------------------------------------------
+
+SLOW = """
+import sys, time
+from infer.cli.app import main
+from infer.engine import startup
+
+def stuck(*arguments):
+    print("loading", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+startup._plan = stuck
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+COMMAND = "import sys; from infer.cli.app import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+
+
+@contextmanager
+def loading(script: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_to(process: subprocess.Popen[str], words: str) -> None:
+    """Reads its stderr up to the line that has `words`."""
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if words in line:
+            return
+    raise AssertionError(f"it ended without saying {words!r}: {seen}")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_the_model_is_fetched_stops_it_and_leaves_nothing(
+    number: int, code: int, tmp_path: Path
+) -> None:
+    """pip waits for an index that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        environment = {
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+            "PIP_CONFIG_FILE": os.devnull,
+            "NO_PROXY": "127.0.0.1",
+            "INFER_CACHE_DIR": str(tmp_path / "cache"),
+        }
+        arguments = ("pypi:some-model==1.0", "--uds", str(tmp_path / "socket"))
+        with loading(COMMAND, *arguments, **environment) as process:
+            connection, _ = index.accept()
+            connection.settimeout(60)
+            assert b"some-model" in connection.recv(65536)
+            process.send_signal(number)
+            read_to(process, "stopping: the model is not loaded yet")
+            assert process.wait(30) == code
+            assert process.stderr is not None and "Traceback" not in process.stderr.read()
+            assert connection.recv(65536) == b""  # pip is gone
+    assert not (tmp_path / "socket").exists()
+    assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.suffix != ".lock"] == []
+    for lock in (tmp_path / "cache" / "locks").iterdir():
+        with lock.open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_second_signal_does_not_wait_for_a_load_that_is_stuck(tmp_path: Path) -> None:
+    with loading(SLOW, "--uds", str(tmp_path / "socket")) as process:
+        read_to(process, "loading")
+        process.send_signal(signal.SIGTERM)
+        read_to(process, "stopping: the model is not loaded yet")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    assert not (tmp_path / "socket").exists()
+
+
+def test_admin_routes_are_where_the_flags_say(tmp_path: Path) -> None:
+    path = tmp_path / "admin.sock"
+    with served("--port", "0", "--api.admin", "--api.admin-uds", str(path)) as (process, address):
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"admin routes on unix:{path}\n"
+        transport = httpx2.HTTPTransport(uds=str(path))
+        with (
+            httpx2.Client(transport=transport, base_url="http://x") as admin,
+            httpx2.Client(base_url=address) as public,
+        ):
+            assert admin.post("/abort_requests").status_code == 200
+            assert public.post("/abort_requests").status_code == 404
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert not path.exists()
 
 
 def test_settings_come_from_flags_and_environment() -> None:

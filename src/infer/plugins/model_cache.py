@@ -160,15 +160,12 @@ def _locked(cache_dir: Path, key: str, progress: ProgressCallback) -> Iterator[N
     path = cache_dir / "locks" / f"{_slug(key)}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stream:
-        waited = False
         while True:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
-                if not waited:
-                    waited = True
-                    progress(Progress("wait", 0, None, "", f"another process is fetching {key}"))
+            except BlockingIOError:  # said again and again: telling is where a stop is noticed
+                progress(Progress("wait", 0, None, "", f"another process is fetching {key}"))
                 time.sleep(_POLL_SECONDS)
         yield
 
