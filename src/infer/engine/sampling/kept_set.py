@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infer.engine.sampling.draw import BLOCK
 from infer.engine.sampling.ranking import argmax
 
 KeptSet = tuple[tuple[int, ...] | None, float]
@@ -17,9 +18,14 @@ KeptSet = tuple[tuple[int, ...] | None, float]
 
 
 def weights(logits: Tensor, index: Sequence[int]) -> Tensor:
-    """(logits float32 [M, V], rows) -> [len(index)] double: sum of each row's exp(logit - best logit)."""
+    """(logits float32 [M, V], rows) -> [len(index)] double: sum of each row's exp(logit - best logit).
+
+    Block by block, so that neither the batch nor the number of threads moves a bit.
+    """
     chosen = logits[list(index)]
-    return (chosen - chosen.amax(dim=-1, keepdim=True)).exp_().sum(dim=-1, dtype=torch.float64)
+    chosen.sub_(chosen.amax(dim=-1, keepdim=True)).exp_()
+    blocks = torch.nn.functional.pad(chosen, (0, -chosen.shape[-1] % BLOCK)).view(len(chosen), -1, BLOCK)
+    return blocks.sum(dim=-1, dtype=torch.float64).sum(dim=-1)
 
 
 def kept_sets(logits: Tensor, index: Sequence[int], before: Tensor, drawing: Sequence[bool]) -> list[KeptSet]:

@@ -6,6 +6,7 @@ import math
 import random
 import weakref
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -236,16 +237,36 @@ class PeakBytes(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore
         self.now -= size
 
 
+@pytest.mark.parametrize("kept_set", [False, True])
 @pytest.mark.parametrize("rows", [3, 200])
-def test_memory_beside_the_logits_stays_within_the_stated_bytes(rows: int) -> None:
+def test_memory_beside_the_logits_stays_within_the_stated_bytes(rows: int, kept_set: bool) -> None:
     vocab = 20_000
     logits = randn(rows, vocab) / 20  # flat: the widest case of top-p
     spec = SamplingSpec(
-        seed=0, temperature=0.9, top_k=19_000, top_p=0.95, min_p=1e-4, repetition_penalty=1.1, logprobs=20
-    )
+        seed=0, temperature=0.9, top_k=19_000, top_p=0.95, min_p=1e-4, repetition_penalty=1.1, logprobs=20,
+        return_kept_set=kept_set,
+    )  # fmt: skip
     sampling = [row_of(spec, [1, 2, 3], 1, vocab) for _ in range(rows)]
     sorted_copy = 4 * vocab * min(rows, chunk_rows(vocab))  # NumPy's, which the mode does not see
     peak = PeakBytes()
     with peak:
         sample(logits, sampling)
     assert peak.peak + sorted_copy <= workspace_bytes(vocab)
+
+
+@pytest.mark.row("X-SCORE-IDS", "memory is bounded by rows x candidates")
+@pytest.mark.row("SAMPLE-LOGPROB-TOKEN-IDS", "no full-vocabulary payload is sent")
+def test_scoring_takes_memory_for_the_candidates_not_for_the_vocabulary() -> None:
+    rows, vocab, candidates = 200, 20_000, tuple(range(0, 20_000, 200))
+    logits = randn(rows, vocab)
+    peaks, result = [], None
+    for ids in ((), candidates):
+        spec = SamplingSpec(seed=0, temperature=0.0, logprobs=0, logprob_token_ids=ids)
+        sampling = [row_of(spec, [1], 1, vocab) for _ in range(rows)]
+        with PeakBytes() as peak:
+            result = sample(logits, sampling)
+        peaks.append(peak.peak)
+    assert result is not None
+    assert all(len(entry.candidates) == len(candidates) and not entry.top for entry in result.logprobs.values())
+    assert peaks[1] - peaks[0] <= 32 * chunk_rows(vocab) * len(candidates)
+    assert len(msgspec.msgpack.encode(result.logprobs)) < 10 * rows * len(candidates) + 100 * rows
