@@ -25,6 +25,7 @@ class Case:
     num_kv_heads: int
     group: int
     head_size: int
+    value_size: int
     block_size: int
     window: int | None
     softcap: float | None
@@ -48,6 +49,7 @@ def cases(draw: st.DrawFn, max_context: int = 40) -> Case:
         num_kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 4)),
         head_size=draw(st.sampled_from([1, 4, 8, 20])),
+        value_size=draw(st.sampled_from([1, 4, 8, 20])),
         block_size=draw(st.sampled_from([1, 3, 4, 16])),
         window=draw(st.none() | st.integers(1, 25)),
         softcap=draw(st.none() | st.sampled_from([0.5, 30.0])),
@@ -74,11 +76,12 @@ def build(case: Case) -> Inputs:
     needed = [-(-length // size) for length in case.lengths]
     free = list(range(1, sum(needed) + 4))
     rng.shuffle(free)
-    shape = (len(free) + 1, size, case.num_kv_heads, case.head_size)
-    k_cache, v_cache = torch.full(shape, torch.nan, dtype=case.dtype), torch.full(shape, torch.nan, dtype=case.dtype)
+    sizes = (case.head_size, case.value_size)
+    shape = (len(free) + 1, size, case.num_kv_heads)
+    k_cache, v_cache = (torch.full((*shape, width), torch.nan, dtype=case.dtype) for width in sizes)
     tables, keys, values = [], [], []
     for (before, _), length, count in zip(case.rows, case.lengths, needed, strict=True):
-        k, v = (torch.randn(length, *shape[2:], generator=generator).to(case.dtype) for _ in range(2))
+        k, v = (torch.randn(length, shape[2], width, generator=generator).to(case.dtype) for width in sizes)
         first = case.first_visible(before)
         table = [0 if (i + 1) * size <= first else free.pop() for i in range(count)]
         for position in range(first, length):
@@ -119,7 +122,7 @@ def oracle(case: Case, inputs: Inputs, scale: float) -> Tensor:
                 weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
                 out.append(weights @ values[:, kv_head])
             token += 1
-    return torch.stack(out).view(token, case.num_kv_heads * case.group, case.head_size)
+    return torch.stack(out).view(token, case.num_kv_heads * case.group, case.value_size)
 
 
 def compare(case: Case) -> None:
@@ -150,7 +153,7 @@ def test_attention_in_small_pieces(case: Case, queries: int, tokens: int) -> Non
 def test_decode_rows_of_very_different_lengths(window: int | None) -> None:
     """Short rows are not padded to the longest: they are gathered in groups of similar length."""
     rows = [(before, 1) for before in (1500, 3, 700, 0, 64, 1400, 12, 1, 130, 2)]
-    case = Case(rows, 1, 3, 8, 16, window, None, torch.float32, 7)
+    case = Case(rows, 1, 3, 8, 8, 16, window, None, torch.float32, 7)
     inputs = build(case)
     OPS.attention(inputs.q, inputs.k_cache, inputs.v_cache, inputs.metadata, 0.5, window, None)
     (plan,) = inputs.metadata.scratch.values()
@@ -158,4 +161,4 @@ def test_decode_rows_of_very_different_lengths(window: int | None) -> None:
     gathered = sum(part.slots.numel() for part in plan.decode)
     assert gathered <= 2 * sum(spans) + 64 * len(rows)
     compare(case)
-    compare(Case([*rows, (200, 30), (0, 70)], 2, 2, 8, 16, window, None, torch.float32, 8))
+    compare(Case([*rows, (200, 30), (0, 70)], 2, 2, 8, 12, 16, window, None, torch.float32, 8))

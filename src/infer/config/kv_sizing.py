@@ -26,7 +26,7 @@ class GroupDemand:
 def bytes_per_block(layout: KVLayout, group: KVGroup, block_size: int, dtype: str) -> int:
     """Keys and values of one block over all layers of the group."""
     layers = {layer.layer_id: layer for layer in layout.layers}
-    per_token = sum(2 * layers[i].num_kv_heads * layers[i].head_size for i in group.layer_ids)
+    per_token = sum(layers[i].num_kv_heads * sum(layers[i].head_sizes) for i in group.layer_ids)
     return per_token * block_size * ITEM_SIZE[dtype]
 
 

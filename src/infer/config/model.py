@@ -49,11 +49,18 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """Cache shape of one attention layer: keys and values are each [blocks, block_size, num_kv_heads, head_size]."""
+    """Cache shape of one attention layer: keys are [blocks, block_size, num_kv_heads, head_size], values likewise."""
 
     layer_id: int
     num_kv_heads: int
     head_size: int
+    value_head_size: int | None = None
+    """None: values are as wide as keys."""
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Of the keys and of the values."""
+        return self.head_size, self.head_size if self.value_head_size is None else self.value_head_size
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):

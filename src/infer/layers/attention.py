@@ -34,6 +34,8 @@ class AttentionFacts:
     window: int | None = None
     """Position p sees p - window + 1 .. p."""
     softcap: float | None = None
+    value_head_size: int | None = None
+    """None: values are as wide as keys."""
 
     @property
     def q_rows(self) -> int:
@@ -53,13 +55,13 @@ class Attention(Layer):
         self.facts = facts
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """q [T, H, D], k and v [T, K, D] -> [T, H * D]."""
+        """q [T, H, D], k [T, K, D], v [T, K, D'] -> [T, H * D']."""
         k_cache, v_cache = batch.kv[self.layer_id]
         metadata = batch.attention[batch.group_of_layer[self.layer_id]]
         facts = self.facts
         self.ops.write_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
         out = self.ops.attention(q, k_cache, v_cache, metadata, facts.scale, facts.window, facts.softcap)
-        return out.reshape(q.shape[0], facts.q_rows)
+        return out.flatten(1)
 
 
 class SelfAttention(Layer):
@@ -118,7 +120,12 @@ def kv_layout(layers: Sequence[AttentionFacts]) -> KVLayout:
     return KVLayout(
         groups=groups,
         layers=tuple(
-            KVLayer(layer_id=i, num_kv_heads=facts.num_kv_heads, head_size=facts.head_size)
+            KVLayer(
+                layer_id=i,
+                num_kv_heads=facts.num_kv_heads,
+                head_size=facts.head_size,
+                value_head_size=facts.value_head_size,
+            )
             for i, facts in enumerate(layers)
         ),
     )

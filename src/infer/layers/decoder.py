@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infer.layers.attention import SelfAttention, kv_layout
 from infer.layers.embedding import Embedding
+from infer.layers.latent_attention import LatentAttention
 from infer.layers.linear import LMHead
 from infer.layers.mlp import MLP
 from infer.layers.moe import SparseMoE
@@ -31,7 +32,8 @@ Angles = tuple[tuple[Tensor, Tensor], ...]
 class Block(Protocol):
     """One decoder block. The residual stream travels unnormed beside the branch output `x`; it is None at first."""
 
-    attention: SelfAttention
+    @property
+    def attention(self) -> SelfAttention | LatentAttention: ...
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, angles: Angles, batch: ForwardBatch
@@ -43,7 +45,7 @@ class DecoderBlock(Layer):
 
     def __init__(
         self,
-        attention: SelfAttention,
+        attention: SelfAttention | LatentAttention,
         mlp: MLP | SparseMoE,
         input_norm: RMSNorm,
         post_norm: RMSNorm,

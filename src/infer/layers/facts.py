@@ -6,10 +6,11 @@ Used on the worker thread while a model is planned; pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from infer.errors import ModelError, UnsupportedModelError
-from infer.layers.rotary import RopeFacts
+from infer.layers.rotary import RopeFacts, yarn_mscale
 
 if TYPE_CHECKING:
     from infer.config.model import ModelConfig
@@ -34,9 +35,15 @@ class Facts:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self._wrong(key, value, f"must be an integer of at least {minimum}")
-        limit = MAX_COUNTED if key.startswith("num_") else MAX_SIZE
+        limit = MAX_COUNTED if key.startswith(("num_", "n_")) else MAX_SIZE
         if value > limit:
             raise self._wrong(key, value, f"must be an integer of at most {limit}")
+        return value
+
+    def even(self, key: str, default: int = MISSING) -> int:
+        value = self.integer(key, default)
+        if value % 2:
+            raise self._wrong(key, value, "must be even")
         return value
 
     def number(self, key: str, default: float = MISSING) -> float:
@@ -69,10 +76,7 @@ class Facts:
         hidden = self.integer("hidden_size")
         if self.raw.get("head_dim") is None and size_default is None and hidden % num_heads:
             raise self._wrong("hidden_size", hidden, f"must be a multiple of num_attention_heads={num_heads}")
-        head_size = self.integer("head_dim", size_default or hidden // num_heads)
-        if head_size % 2:
-            raise self._wrong("head_dim", head_size, "must be even")
-        return num_heads, num_kv_heads, head_size
+        return num_heads, num_kv_heads, self.even("head_dim", size_default or hidden // num_heads)
 
     def windows(self, num_layers: int, window: int | None, default: list[bool]) -> list[int | None]:
         """Window of each layer. `layer_types` in the config decides; `default` says which layers slide without it."""
@@ -101,37 +105,70 @@ class Facts:
             section = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
         if not isinstance(section, Mapping):
             raise self._wrong("rope_scaling", section, "must be an object")
-        kind: Literal["default", "linear", "llama3"]
+        kind: Literal["default", "linear", "dynamic", "llama3", "yarn"]
         match section.get("rope_type", section.get("type")):
             case None | "default":
                 kind = "default"
             case "linear":
                 kind = "linear"
+            case "dynamic" if section.get("alpha") is None:  # with alpha (Hunyuan) it is another base at every length
+                kind = "dynamic"
             case "llama3":
                 kind = "llama3"
+            case "yarn":
+                kind = "yarn"
             case other:
-                known = "default, linear, llama3"
+                known = "default, linear, dynamic (without alpha), llama3, yarn"
                 raise UnsupportedModelError(
                     f"{self.architecture}: rope_type {other!r} is not supported; known: {known}"
                 )
         base = section.get("rope_theta")
         partial = section.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
-        inner = {name: section.get(name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        original = section.get("original_max_position_embeddings")
-        return RopeFacts(
+        rope = RopeFacts(
             theta=self.number(theta_key, theta) if base is None else self._positive("rope_theta", base),
             kind=kind,
             partial=1.0 if partial is None else self._positive("partial_rotary_factor", partial),
-            factor=1.0 if kind == "default" else self._positive("rope_scaling.factor", inner["factor"]),
-            low_freq_factor=self._scaling(kind, "low_freq_factor", inner, 1.0),
-            high_freq_factor=self._scaling(kind, "high_freq_factor", inner, 4.0),
-            original_max_position=int(
-                self._positive("rope_scaling.original_max_position_embeddings", original or self.max_position)
-            ),
         )
+        return rope if kind == "default" else self._scaled(rope, section)
 
-    def _scaling(self, kind: str, name: str, section: Mapping[str, Any], unused: float) -> float:
-        return self._positive(f"rope_scaling.{name}", section[name]) if kind == "llama3" else unused
+    def _scaled(self, rope: RopeFacts, section: Mapping[str, Any]) -> RopeFacts:
+        """The facts beyond the base frequency. Keys, defaults and precedence are transformers'."""
+
+        def positive(name: str, default: float | None = None) -> float:
+            value = section.get(name)
+            return self._positive(f"rope_scaling.{name}", default if value is None else value)
+
+        outer = self.raw.get("original_max_position_embeddings")  # of old configs; it wins
+        original = positive("original_max_position_embeddings", self.max_position) if outer is None else outer
+        original = self._positive("original_max_position_embeddings", original)
+        factor = positive("factor", self.max_position / original if rope.kind == "yarn" else None)
+        all_dims = section.get("mscale_all_dim")
+        rope = replace(
+            rope,
+            factor=factor,
+            original_max_position=int(original),
+            mscale_all_dim=self._positive("rope_scaling.mscale_all_dim", all_dims) if all_dims else 0.0,
+        )
+        if rope.kind == "llama3":
+            low, high = positive("low_freq_factor"), positive("high_freq_factor")
+            return replace(rope, low_freq_factor=low, high_freq_factor=high)
+        if rope.kind != "yarn":
+            return rope
+        if rope.theta <= 1:
+            raise self._wrong("rope_theta", rope.theta, "must be more than 1 with rope_type 'yarn'")
+        sharper = yarn_mscale(factor)
+        if section.get("mscale") and rope.mscale_all_dim:
+            sharper = yarn_mscale(factor, positive("mscale")) / yarn_mscale(factor, rope.mscale_all_dim)
+        truncate = section.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise self._wrong("rope_scaling.truncate", truncate, "must be true or false")
+        return replace(
+            rope,
+            beta_fast=self._positive("rope_scaling.beta_fast", section.get("beta_fast") or 32.0),
+            beta_slow=self._positive("rope_scaling.beta_slow", section.get("beta_slow") or 1.0),
+            truncate=truncate,
+            attention_factor=sharper if section.get("attention_factor") is None else positive("attention_factor"),
+        )
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw.get(key)

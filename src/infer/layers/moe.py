@@ -5,7 +5,7 @@ Called on the worker thread; owns router and expert weights, never the tap that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,6 +106,32 @@ def read_moe(facts: Facts, *, size_key: str, num_experts: int, top_k: int, renor
         intermediate_size=facts.integer(size_key),
         num_experts=experts,
         routing=Routing(top_k=chosen, renormalize=renormalize),
+    )
+
+
+def read_grouped_moe(facts: Facts, *, num_experts: int, top_k: int | None, size: int, rule: Routing) -> MoEFacts:
+    """The facts of DeepSeek's routed experts; `rule` says all but their numbers, which must fit its groups."""
+    experts = facts.integer("n_routed_experts", num_experts)
+    chosen = facts.integer("num_experts_per_tok") if top_k is None else facts.integer("num_experts_per_tok", top_k)
+    groups, best = rule.num_groups, rule.top_groups
+    least = 2 if rule.group_score == "top2_sum" else 1
+    if experts % groups or experts // groups < least or best > groups:
+        raise ModelError(
+            f"{facts.architecture}: n_routed_experts={experts} in config.json do not form n_group={groups} equal groups "
+            f"of at least {least}, of which topk_group={best} are taken"
+        )
+    if chosen > best * (experts // groups):
+        raise ModelError(
+            f"{facts.architecture}: num_experts_per_tok={chosen} in config.json is more than the "
+            f"{best * (experts // groups)} experts of topk_group={best} groups"
+        )
+    return MoEFacts(
+        hidden_size=facts.integer("hidden_size"),
+        intermediate_size=facts.integer("moe_intermediate_size", size),
+        num_experts=experts,
+        routing=replace(rule, top_k=chosen),
+        router_fp32=True,
+        score_bias=rule.scoring == "sigmoid",
     )
 
 

@@ -100,9 +100,10 @@ class Ops:
     gelu_tanh_and_mul: Callable[[Tensor], Tensor]
     """(x [T, 2N]: gate then up) -> gelu_tanh(gate) * up [T, N]."""
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    """(k [T, K, D], v [T, K, D], k_cache [blocks, block_size, K, D], v_cache, slot_mapping [T]): in place."""
+    """(k [T, K, D], v [T, K, D'], k_cache [blocks, block_size, K, D], v_cache [.., K, D'], slot_mapping [T]): in place.
+    D' is D, except with latent attention (DeepSeek), whose values are narrower."""
     attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, int | None, float | None], Tensor]
-    """(q [T, H, D], k_cache, v_cache, metadata, scale, window or None, logit softcap or None) -> [T, H, D].
+    """(q [T, H, D], k_cache, v_cache, metadata, scale, window or None, logit softcap or None) -> [T, H, D'].
     Causal; a window w lets position p see p - w + 1 .. p. This step's keys are already in the cache."""
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     """(x [T, N], rows [M] int64) -> [M, N]."""

@@ -130,17 +130,11 @@ class PagedDriver:
         self.device = torch.device(device)
         layout = model.kv_layout()
         self.groups: tuple[KVGroup, ...] = layout.groups
-        self.kv = {
-            layer.layer_id: (
-                torch.full((num_blocks, block_size, layer.num_kv_heads, layer.head_size), torch.nan, dtype=dtype).to(
-                    device
-                ),
-                torch.full((num_blocks, block_size, layer.num_kv_heads, layer.head_size), torch.nan, dtype=dtype).to(
-                    device
-                ),
-            )
-            for layer in layout.layers
-        }
+        self.kv: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer in layout.layers:
+            shape = (num_blocks, block_size, layer.num_kv_heads)
+            keys, values = (torch.full((*shape, n), torch.nan, dtype=dtype).to(device) for n in layer.head_sizes)
+            self.kv[layer.layer_id] = (keys, values)
         self.group_of_layer = {layer_id: g for g, group in enumerate(self.groups) for layer_id in group.layer_ids}
         self.lengths: dict[str, int] = {}
         self.tables: list[dict[str, list[int]]] = [{} for _ in self.groups]

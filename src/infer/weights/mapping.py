@@ -29,6 +29,8 @@ class WeightTable:
     def __init__(self) -> None:
         self.targets: dict[str, Target] = {}
         self.ignored: set[str] = set()
+        self.left_out: list[str] = []
+        """Prefixes of names: parts of a checkpoint that the model does not have."""
 
     def add(self, name: str, path: str, *, rows: tuple[int, int] | None = None) -> None:
         """One tensor to one parameter."""
@@ -46,6 +48,10 @@ class WeightTable:
     def ignore(self, names: Iterable[str]) -> None:
         """Tensors a checkpoint may carry that the model does not need."""
         self.ignored.update(names)
+
+    def leave_out(self, part: str) -> None:
+        """Everything below this module, e.g. "model.layers.61" for a multi-token-prediction layer that is not run."""
+        self.left_out.append(f"{part}.")
 
     def check(self, stored: Mapping[str, Shape], parameters: Mapping[str, Shape]) -> None:
         """Every stored tensor has one destination of its shape, and every row of every parameter one source.
@@ -71,7 +77,8 @@ class WeightTable:
 
     def _check_names(self, stored: Mapping[str, Shape]) -> None:
         missing = [name for name in self.targets if name not in stored]
-        extra = [name for name in stored if name not in self.targets and name not in self.ignored]
+        unused = (name for name in stored if name not in self.targets and name not in self.ignored)
+        extra = [name for name in unused if not name.startswith(tuple(self.left_out))]
         if missing:
             near = difflib.get_close_matches(missing[0], extra, n=1)
             raise WeightError(
@@ -105,8 +112,8 @@ def _check_coverage(path: str, rows: int, spans: Sequence[tuple[int, int, str]])
 def decoder_table(
     *,
     num_layers: int,
-    q_rows: int,
-    kv_rows: int,
+    q_rows: int | None,
+    kv_rows: int = 0,
     intermediate_size: int,
     tied: bool,
     norms: Mapping[str, str],
@@ -117,8 +124,9 @@ def decoder_table(
 ) -> WeightTable:
     """The Hugging Face names of a Llama-like decoder, for models assembled as `layers.decoder.Decoder`.
 
-    `norms` maps the part after "model.layers.N." to the path inside a block, both without ".weight". `dense` says
-    which layers have a plain MLP (None: all); the experts of the others are the caller's to add (`add_experts`).
+    `norms` maps the part after "model.layers.N." to the path inside a block, both without ".weight". Without `q_rows`
+    the attention is the caller's to add (`add_latent_attention`). `dense` says which layers have a plain MLP (None: all);
+    the experts of the others are the caller's to add (`add_experts`).
     """
     table = WeightTable()
     table.add("model.embed_tokens.weight", "embedding.weight")
@@ -126,11 +134,11 @@ def decoder_table(
         hf, block = f"model.layers.{i}", f"blocks.{i}"
         kinds = [("weight", True, True, True), ("bias", qkv_bias, out_bias, mlp_bias)]
         for kind, qkv, out, mlp in kinds:
-            if qkv:
+            if qkv and q_rows is not None:
                 rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
                 shards = [(f"{hf}.self_attn.{part}_proj.{kind}", count) for part, count in rows.items()]
                 table.add_shards(f"{block}.attention.qkv.{kind}", shards)
-            if out:
+            if out and q_rows is not None:
                 table.add(f"{hf}.self_attn.o_proj.{kind}", f"{block}.attention.out.{kind}")
             if mlp and (dense is None or i in dense):
                 shards = [(f"{hf}.mlp.{part}_proj.{kind}", intermediate_size) for part in ("gate", "up")]
@@ -163,3 +171,24 @@ def add_experts(
     both = [(f"{hf}.{e}.{name}.weight", intermediate_size) for e in range(num_experts) for name in (gate, up)]
     table.add_shards(f"{path}.gate_up", both)
     table.add_shards(f"{path}.down", [(f"{hf}.{e}.{down}.weight", hidden_size) for e in range(num_experts)])
+
+
+def add_latent_attention(table: WeightTable, hf: str, path: str, *, low_rank_queries: bool, bias: bool) -> None:
+    """The tensors below "<hf>." of a `layers.latent_attention.LatentAttention` at "<path>."."""
+    names = {"kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b", "o_proj": "out", "kv_a_layernorm": "kv_norm"}
+    if low_rank_queries:
+        names |= {"q_a_proj": "q_a", "q_a_layernorm": "q_norm", "q_b_proj": "q_b"}
+    else:
+        names |= {"q_proj": "q_b"}
+    for name, part in names.items():
+        table.add(f"{hf}.{name}.weight", f"{path}.{part}.weight")
+        if bias and name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
+            table.add(f"{hf}.{name}.bias", f"{path}.{part}.bias")
+
+
+def add_shared_expert(table: WeightTable, hf: str, path: str, intermediate_size: int) -> None:
+    """The MLP "<hf>.<part>_proj.weight" that every token visits, as `layers.moe.SparseMoE`'s "<path>"."""
+    table.add_shards(
+        f"{path}.gate_up.weight", [(f"{hf}.{part}_proj.weight", intermediate_size) for part in ("gate", "up")]
+    )
+    table.add(f"{hf}.down_proj.weight", f"{path}.down.weight")

@@ -58,7 +58,7 @@ def attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """(q [T, H, D], k_cache, v_cache [blocks, block_size, K, D]) -> [T, H, D]; see `plugins.platform.Ops.attention`."""
+    """(q [T, H, D], k_cache [blocks, block_size, K, D], v_cache [.., D']) -> [T, H, D']; see `plugins.platform.Ops`."""
     key = ("reference", window, q.dtype)
     plan = metadata.scratch.get(key)
     if plan is None:
@@ -66,7 +66,7 @@ def attention(
     keys, values = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])
     if len(plan.decode) == 1 and plan.decode[0].rows is None:
         return _decode(q, keys, values, plan.decode[0], scale, softcap)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], values.shape[-1])
     for part in plan.decode:
         rows = part.rows
         if rows is None:
@@ -81,10 +81,10 @@ def _decode(q: Tensor, keys: Tensor, values: Tensor, part: _Decode, scale: float
     # The query heads of a KV head become query rows: SDPA with a single query row is several times slower.
     (_, num_heads, head_size), num_kv_heads = q.shape, keys.shape[1]
     grouped = q.reshape(part.size, num_kv_heads, num_heads // num_kv_heads, head_size)
-    shape = (part.size, -1, num_kv_heads, head_size)
-    k = keys.index_select(0, part.slots).view(shape).transpose(1, 2)
-    v = values.index_select(0, part.slots).view(shape).transpose(1, 2)
-    return _attend(grouped, k, v, part.mask, scale, softcap, causal=False).reshape(q.shape)
+    shape = (part.size, -1, num_kv_heads)
+    k = keys.index_select(0, part.slots).view(*shape, head_size).transpose(1, 2)
+    v = values.index_select(0, part.slots).view(*shape, values.shape[-1]).transpose(1, 2)
+    return _attend(grouped, k, v, part.mask, scale, softcap, causal=False).reshape(part.size, num_heads, -1)
 
 
 def _prefill(q: Tensor, keys: Tensor, values: Tensor, piece: _Prefill, scale: float, softcap: float | None) -> Tensor:
@@ -97,7 +97,7 @@ def _prefill(q: Tensor, keys: Tensor, values: Tensor, piece: _Prefill, scale: fl
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None, *, causal: bool
 ) -> Tensor:
-    """q [B, H, T, D], k and v [B, K, S, D], H a multiple of K -> [B, H, T, D]."""
+    """q [B, H, T, D], k [B, K, S, D], v [B, K, S, D'], H a multiple of K -> [B, H, T, D']."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     if softcap is None:
         grouped = q.shape[1] != k.shape[1]

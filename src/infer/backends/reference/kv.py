@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """(k [T, K, D], v [T, K, D], k_cache [blocks, block_size, K, D], v_cache, slot_mapping [T]): in place."""
+    """(k [T, K, D], v [T, K, D'], k_cache [blocks, block_size, K, D], v_cache, slot_mapping [T]): in place."""
     for new, cache in ((k, k_cache), (v, v_cache)):
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
 

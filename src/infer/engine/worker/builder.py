@@ -143,8 +143,9 @@ def allocate_kv(layout: KVLayout, resolved: ResolvedConfig, device: torch.device
     }
     kv: KVTensors = {}
     for layer in layout.layers:
-        shape = (num_blocks[layer.layer_id] + 1, cache.block_size, layer.num_kv_heads, layer.head_size)
-        kv[layer.layer_id] = (zeros(shape, dtype, device), zeros(shape, dtype, device))
+        shape = (num_blocks[layer.layer_id] + 1, cache.block_size, layer.num_kv_heads)
+        keys, values = (zeros((*shape, size), dtype, device) for size in layer.head_sizes)
+        kv[layer.layer_id] = (keys, values)
     return kv
 
 

@@ -95,7 +95,9 @@ def shape_ops() -> Ops:
         silu_and_mul=halves,
         gelu_tanh_and_mul=halves,
         write_kv=lambda k, v, k_cache, v_cache, slot_mapping: None,
-        attention=lambda q, k_cache, v_cache, metadata, scale, window, softcap: torch.empty_like(q),
+        attention=lambda q, k_cache, v_cache, metadata, scale, window, softcap: q.new_empty(
+            *q.shape[:2], v_cache.shape[-1]
+        ),
         gather_rows=lambda x, rows: x.new_empty(rows.shape[0], x.shape[1]),
         topk_router=route,
         moe=experts,
@@ -180,11 +182,15 @@ def _batch(count: int, layout: KVLayout) -> ForwardBatch:
         )
         for _ in layout.groups
     ]
-    shapes = {i.layer_id: (num_blocks + 1, BLOCK_SIZE, i.num_kv_heads, i.head_size) for i in layout.layers}
+    kv = {}
+    for layer in layout.layers:
+        shape = (num_blocks + 1, BLOCK_SIZE, layer.num_kv_heads)
+        keys, values = (torch.empty(*shape, size) for size in layer.head_sizes)
+        kv[layer.layer_id] = (keys, values)
     return ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64),
         positions=torch.arange(count),
         attention=tuple(metadata),
-        kv={i: (torch.empty(shape), torch.empty(shape)) for i, shape in shapes.items()},
+        kv=kv,
         group_of_layer={layer: g for g, group in enumerate(layout.groups) for layer in group.layer_ids},
     )

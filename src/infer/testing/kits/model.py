@@ -89,7 +89,7 @@ def _kv_layout(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
     expect(sorted(grouped) == sorted(layers), f"groups hold layers {sorted(grouped)}, the layout {sorted(layers)}")
     expect(len({group.name for group in layout.groups}) == len(layout.groups), "group names repeat")
     for layer in layout.layers:
-        expect(layer.num_kv_heads > 0 and layer.head_size > 0, f"layer {layer.layer_id} has an empty cache")
+        expect(layer.num_kv_heads > 0 and min(layer.head_sizes) > 0, f"layer {layer.layer_id} has an empty cache")
     for group in layout.groups:
         expect(group.window is None or group.window > 0, f"group {group.name} has window {group.window}")
 

@@ -164,16 +164,23 @@ def _gather(ops: Ops, draw: Draw) -> None:
 
 
 def _write_kv(ops: Ops, draw: Draw) -> None:
-    k, v = draw.floats(3, 2, 8), draw.floats(3, 2, 8)
-    caches = [torch.full((4, BLOCK_SIZE, 2, 8), 7.0, device=draw.device, dtype=draw.dtype) for _ in "kv"]
-    ops.write_kv(k, v, caches[0], caches[1], torch.tensor([9, 4, 15], device=draw.device))
-    for found, new in zip(caches, (k, v), strict=True):
-        expected = torch.full((4 * BLOCK_SIZE, 2, 8), 7.0, dtype=torch.float64)
-        expected[[9, 4, 15]] = _double(new)
-        draw.close(found, expected.reshape(4, BLOCK_SIZE, 2, 8), "write_kv")
+    for value_size in (8, 6):
+        k, v = draw.floats(3, 2, 8), draw.floats(3, 2, value_size)
+        caches = [torch.full((4, BLOCK_SIZE, *x.shape[1:]), 7.0, device=draw.device, dtype=draw.dtype) for x in (k, v)]
+        ops.write_kv(k, v, caches[0], caches[1], torch.tensor([9, 4, 15], device=draw.device))
+        for found, new in zip(caches, (k, v), strict=True):
+            expected = torch.full((4 * BLOCK_SIZE, *new.shape[1:]), 7.0, dtype=torch.float64)
+            expected[[9, 4, 15]] = _double(new)
+            draw.close(found, expected.reshape(4, BLOCK_SIZE, *new.shape[1:]), "write_kv")
 
 
 def _attention(ops: Ops, draw: Draw) -> None:
+    """Also with values narrower than keys, as latent attention has them."""
+    for value_size in (8, 6):
+        _attention_over(ops, draw, value_size)
+
+
+def _attention_over(ops: Ops, draw: Draw, value_size: int) -> None:
     """Decode rows and chunks over scattered blocks; what no query may see is NaN."""
     contexts, queries, heads, kv_heads, size = [9, 4, 7, 13], [1, 1, 7, 5], 4, 2, 8
     num_blocks, width = 24, 4
@@ -185,16 +192,14 @@ def _attention(ops: Ops, draw: Draw) -> None:
         for p in range(n - count, n)
     ]
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
-    k_cache, v_cache = (torch.full((num_blocks * BLOCK_SIZE, kv_heads, size), torch.nan) for _ in "kv")
-    keys, values = (
-        [draw.floats(n, kv_heads, size) for n in contexts],
-        [draw.floats(n, kv_heads, size) for n in contexts],
-    )
+    sizes = (size, value_size)
+    k_cache, v_cache = (torch.full((num_blocks * BLOCK_SIZE, kv_heads, n), torch.nan) for n in sizes)
+    keys, values = ([draw.floats(n, kv_heads, width) for n in contexts] for width in sizes)
     for row, n, key, value in zip(table, contexts, keys, values, strict=True):
         where = [row[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(n)]
         k_cache[where], v_cache[where] = key.float().cpu(), value.float().cpu()
     q = draw.floats(sum(queries), heads, size)
-    shape = (num_blocks, BLOCK_SIZE, kv_heads, size)
+    shape = (num_blocks, BLOCK_SIZE, kv_heads, -1)
     k_cache, v_cache = (cache.reshape(shape).to(draw.device, draw.dtype) for cache in (k_cache, v_cache))
     for window, softcap in ((None, None), (3, None), (None, 2.0), (5, 2.0)):
         metadata = AttentionMetadata(
@@ -212,11 +217,12 @@ def _attention(ops: Ops, draw: Draw) -> None:
             _attended(row, _double(key), _double(value), 0.3, window, softcap)
             for row, key, value in zip(rows, keys, values, strict=True)
         ]
-        draw.close(found, torch.cat(expected), f"attention with window {window} and softcap {softcap}")
+        what = f"attention with window {window}, softcap {softcap}, values of {value_size}"
+        draw.close(found, torch.cat(expected), what)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
     for i in range(q.shape[0]):
         last = k.shape[0] - q.shape[0] + i
         first = 0 if window is None else max(0, last - window + 1)

@@ -1,0 +1,195 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, and experts behind a softmax router that may look at groups of them first.
+
+Built on the worker thread. Facts: the DeepSeek-V2 report (arXiv:2405.04434) and config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from infer.config.model import ModelConfig
+from infer.errors import UnsupportedModelError
+from infer.layers.decoder import Decoder, DecoderBlock
+from infer.layers.embedding import Embedding
+from infer.layers.facts import Facts
+from infer.layers.latent_attention import LatentAttention, LatentFacts, read_latent
+from infer.layers.linear import LMHead
+from infer.layers.mlp import MLP
+from infer.layers.moe import MoEFacts, SparseMoE, read_grouped_moe
+from infer.layers.norm import RMSNorm
+from infer.layers.rotary import RopeFacts, Rotary
+from infer.plugins.hookspecs import hookimpl
+from infer.plugins.model import API_VERSION, ModelSpec
+from infer.plugins.platform import Routing
+from infer.weights.mapping import WeightTable, add_experts, add_latent_attention, add_shared_expert, decoder_table
+
+if TYPE_CHECKING:
+    from infer.plugins.model import BuildContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekV2Config:
+    """What the architecture needs from config.json."""
+
+    vocab_size: int
+    num_layers: int
+    num_dense_layers: int
+    """The first layers, which have an MLP instead of experts."""
+    intermediate_size: int
+    """Of the dense layers."""
+    shared_size: int
+    """Of the expert that every token visits."""
+    eps: float
+    tied: bool
+    attention: LatentFacts
+    rope: RopeFacts
+    moe: MoEFacts
+
+
+def config_view(config: ModelConfig) -> DeepseekV2Config:
+    facts = Facts(config)
+    facts.must_be("hidden_act", "silu")
+    facts.must_be("mlp_bias", False)
+    facts.must_be("moe_layer_freq", 1)
+    rope = facts.rope(theta=10000.0)
+    moe = read_grouped_moe(facts, num_experts=64, top_k=None, size=1407, rule=_routing(facts))
+    return DeepseekV2Config(
+        vocab_size=config.vocab_size,
+        num_layers=facts.integer("num_hidden_layers"),
+        num_dense_layers=facts.integer("first_k_dense_replace", 0, minimum=0),
+        intermediate_size=facts.integer("intermediate_size", 11008),
+        shared_size=moe.intermediate_size * facts.integer("n_shared_experts", 2),
+        eps=facts.number("rms_norm_eps", 1e-6),
+        tied=facts.flag("tie_word_embeddings", False),
+        attention=read_latent(facts, rope, interleaved=True),
+        rope=rope,
+        moe=moe,
+    )
+
+
+def _routing(facts: Facts) -> Routing:
+    """The rule without its number of experts. Raises `UnsupportedModelError` for a router that this file does not know."""
+    facts.must_be("scoring_func", "softmax")
+    facts.must_be("topk_method", "greedy", "group_limited_greedy")
+    grouped = facts.raw.get("topk_method") == "group_limited_greedy"
+    scale = facts.number("routed_scaling_factor", 1.0)
+    renormalize = facts.flag("norm_topk_prob", False)
+    if renormalize and scale != 1.0:
+        # DeepSeek's own code then leaves the scale out, others apply both, and transformers does not renormalise.
+        raise UnsupportedModelError(
+            f"{facts.architecture}: norm_topk_prob=True beside routed_scaling_factor={scale} is not supported: "
+            "implementations disagree on what it means"
+        )
+    return Routing(
+        top_k=1,
+        renormalize=renormalize,
+        num_groups=facts.integer("n_group") if grouped else 1,
+        top_groups=facts.integer("topk_group") if grouped else 1,
+        scale=scale,
+    )
+
+
+def factory(config: ModelConfig, context: BuildContext) -> Decoder:
+    view = config_view(config)
+    hidden, eps = view.attention.hidden_size, view.eps
+    embedding = Embedding(context, view.vocab_size, hidden)
+    return Decoder(
+        embedding=embedding,
+        blocks=[
+            DecoderBlock(
+                LatentAttention(context, i, view.attention),
+                MLP(context, hidden, view.intermediate_size)
+                if i < view.num_dense_layers
+                else SparseMoE(context, i, view.moe, shared=MLP(context, hidden, view.shared_size)),
+                RMSNorm(context, hidden, eps),
+                RMSNorm(context, hidden, eps),
+            )
+            for i in range(view.num_layers)
+        ],
+        norm=RMSNorm(context, hidden, eps),
+        head=LMHead(context, view.vocab_size, hidden, tied_to=embedding if view.tied else None),
+        rotaries=[Rotary(context, view.rope, view.attention.rope_size)],
+        table=weight_table(view),
+    )
+
+
+def weight_table(view: DeepseekV2Config) -> WeightTable:
+    attention, moe = view.attention, view.moe
+    table = decoder_table(
+        num_layers=view.num_layers,
+        q_rows=None,
+        intermediate_size=view.intermediate_size,
+        tied=view.tied,
+        norms={"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"},
+        dense=range(view.num_dense_layers),
+    )
+    for i in range(view.num_layers):
+        hf, block = f"model.layers.{i}", f"blocks.{i}"
+        low_rank = attention.q_rank is not None
+        add_latent_attention(
+            table, f"{hf}.self_attn", f"{block}.attention", low_rank_queries=low_rank, bias=attention.bias
+        )
+        if i < view.num_dense_layers:
+            continue
+        table.add(f"{hf}.mlp.gate.weight", f"{block}.mlp.router")
+        add_experts(
+            table,
+            f"{hf}.mlp.experts",
+            f"{block}.mlp",
+            num_experts=moe.num_experts,
+            hidden_size=moe.hidden_size,
+            intermediate_size=moe.intermediate_size,
+        )
+        add_shared_expert(table, f"{hf}.mlp.shared_experts", f"{block}.mlp.shared", view.shared_size)
+    return table
+
+
+EXAMPLE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 2.0,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@hookimpl
+def infer_models() -> list[ModelSpec]:
+    return [
+        ModelSpec(
+            name="deepseek_v2",
+            api=API_VERSION,
+            factory=f"{__name__}:factory",
+            architectures=("DeepseekV2ForCausalLM",),
+            config_view=f"{__name__}:config_view",
+            example=EXAMPLE,
+        )
+    ]
