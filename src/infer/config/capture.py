@@ -13,9 +13,12 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from infer.config.units import parse_bytes
+from infer.errors import ConfigError
 
 MOE_ROUTES = "moe_routes"
 HIDDEN_STATES = "hidden_states"
+TAP_ITEM_SIZE = 4
+"""Bytes of a tapped integer at most."""
 ITEM_SIZES = {"uint8": 1, "uint16": 2, "int32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,7 +30,7 @@ def _listed(value: object) -> object:
 class CaptureSection(BaseModel):
     """Nothing is allocated, copied or sent unless a field is on; and then only for the requests that ask for it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     routed_experts: bool = False
     """Requests may ask for the experts that every token used (artifact field moe_routes)."""
@@ -44,6 +47,12 @@ class CaptureSection(BaseModel):
         """Artifact fields that are on, each once."""
         built_in = [MOE_ROUTES] * self.routed_experts + [HIDDEN_STATES] * bool(self.hidden_layers)
         return tuple(dict.fromkeys((*built_in, *self.fields)))
+
+    def setting(self, name: str) -> str:
+        """The setting that turns a field on."""
+        if name in self.fields:
+            return "capture.fields"
+        return "capture.routed_experts" if name == MOE_ROUTES else "capture.hidden_layers"
 
 
 class CaptureProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +88,8 @@ class ResolvedCapture(msgspec.Struct, frozen=True, kw_only=True):
     num_objects: dict[str, int]
     """Field -> objects its store may hold (a hard cap)."""
     max_step_tokens: int
+    num_snapshots: int = 1
+    """Steps whose rows may be on their way at the same time."""
     queue_size: int
     """Batches of objects that may wait for publication."""
     shared_memory: bool = False
@@ -88,3 +99,27 @@ class ResolvedCapture(msgspec.Struct, frozen=True, kw_only=True):
 
     def store_bytes(self) -> int:
         return sum(self.num_objects[p.name] * self.block_size * p.row_bytes for p in self.profiles)
+
+
+def step_bytes(profiles: tuple[CaptureProfile, ...], max_step_tokens: int, num_snapshots: int) -> int:
+    """Taps, whose integers are wider than what is kept, and the snapshots of the steps in flight."""
+    taps = sum(math.prod(p.row_shape) * max(ITEM_SIZES[p.dtype], TAP_ITEM_SIZE) for p in profiles)
+    return max_step_tokens * (taps + num_snapshots * sum(p.row_bytes for p in profiles))
+
+
+def object_limits(
+    section: CaptureSection, profiles: tuple[CaptureProfile, ...], block_size: int
+) -> dict[str, int | None]:
+    """Field -> most objects that `capture.max_bytes` allows; None: as many as KV blocks. Raises `ConfigError` when not
+    even one fits."""
+    if section.max_bytes is None:
+        return {profile.name: None for profile in profiles}
+    for profile in profiles:
+        size = block_size * profile.row_bytes
+        if section.max_bytes < size:
+            raise ConfigError(
+                f"capture.max_bytes={section.max_bytes} is less than the {size} bytes that one block of {block_size} rows of "
+                f"{profile.name} takes; raise it to {size} or more, or lower cache.block_size",
+                fields=("capture.max_bytes", "cache.block_size"),
+            )
+    return {p.name: section.max_bytes // (block_size * p.row_bytes) for p in profiles}

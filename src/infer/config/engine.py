@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from infer.config.artifacts import ArtifactsSection
+from infer.config.capture import CaptureSection
 from infer.config.env import read_environment
 from infer.config.units import parse_bytes
 from infer.errors import ConfigError
@@ -209,6 +210,7 @@ class EngineConfig(Section):
     cache: CacheSection = CacheSection()
     platform: PlatformSection = PlatformSection()
     numerics: NumericsSection = NumericsSection()
+    capture: CaptureSection = CaptureSection()
     artifacts: ArtifactsSection = ArtifactsSection()
     plugins: PluginsSection = PluginsSection()
     api: ApiSection = ApiSection()
@@ -253,6 +255,14 @@ def check_together(config: EngineConfig) -> None:
             f"cache.radix_cache={cache.radix_cache} and cache.prefix_caching={cache.prefix_caching} name the same thing "
             "and must agree; give one of them",
             fields=("cache.radix_cache", "cache.prefix_caching"),
+        )
+    captured = config.capture.names()
+    if captured and not cache.prefix_caching:
+        setting = config.capture.setting(captured[0])
+        raise ConfigError(
+            f"{setting} needs cache.prefix_caching=True: captured rows are keyed by the prefix cache's block hashes; "
+            "set one of them back",
+            fields=(setting, "cache.prefix_caching"),
         )
     model = config.model
     if model.skip_tokenizer and (model.tokenizer or model.chat_template):

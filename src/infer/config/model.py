@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from infer.config.capture import CaptureProfile
+
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What generation_config.json says; None or empty where it is silent."""
@@ -93,3 +95,5 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     sampler_bytes: int = 0
     """Bytes the sampler adds at most, whatever the number of rows: it works in chunks."""
     kv_layout: KVLayout
+    captures: tuple[CaptureProfile, ...] = ()
+    """Artifact fields that the settings turn on, as this model gives them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from infer.config import kv_sizing
+from infer.config import capture, kv_sizing
 from infer.config.engine import EngineConfig, check_together, check_whole_prompts
 from infer.config.model import ModelConfig, ModelFootprint
 from infer.config.platform import PlatformLimits
@@ -60,6 +60,15 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     workspace: int
     load_transient: int
     available: int
+    capture_steps: int = 0
+    """Taps, and the snapshots of the steps in flight."""
+    capture_store: int = 0
+    """Captured rows kept for reuse with the prefix cache, at most."""
+
+    @property
+    def total(self) -> int:
+        """Once loaded."""
+        return self.weights + self.kv_cache + self.workspace + self.capture_steps + self.capture_store
 
 
 class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +81,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: ResolvedCache
     memory: MemoryPlan
     notices: tuple[str, ...]
+    capture: capture.ResolvedCapture | None = None
+    """None: no request can ask for captured rows, and nothing of it exists."""
 
 
 def resolve(
@@ -96,13 +107,20 @@ def resolve(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         watermark=config.cache.watermark,
     )
-    main_blocks = _main_blocks(config, limits, footprint, groups, workspace, wanted_len) if groups else 0
+    depth = _in_flight_depth(config)
+    steps = capture.step_bytes(footprint.captures, config.scheduler.max_num_batched_tokens, depth)
+    stores = _store_demands(config, footprint)
+    main_blocks = (
+        _main_blocks(config, limits, footprint, groups, stores, workspace + steps, wanted_len) if groups else 0
+    )
     plan = MemoryPlan(
         weights=footprint.weight_bytes,
         kv_cache=kv_sizing.usable_bytes(groups, main_blocks) + kv_sizing.null_bytes(groups),
         workspace=workspace,
         load_transient=footprint.load_transient_bytes,
         available=limits.available_memory,
+        capture_steps=steps,
+        capture_store=kv_sizing.usable_bytes(stores, main_blocks),
     )
     _refuse_if_too_big(config, plan, limits)
     max_model_len = wanted_len
@@ -134,6 +152,7 @@ def resolve(
         ),
         memory=plan,
         notices=tuple(notices),
+        capture=_resolve_capture(config, footprint, stores, main_blocks, depth),
     )
 
 
@@ -151,12 +170,18 @@ def choose_cache_dtype(config: EngineConfig, dtype: str) -> str:
 
 def format_memory_plan(plan: MemoryPlan) -> str:
     """One line for people, printed before loading."""
-    total = plan.weights + plan.kv_cache + plan.workspace
     return (
         f"weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
-        f"{format_bytes(plan.workspace)} = {format_bytes(total)} of {format_bytes(plan.available)} available "
+        f"{format_bytes(plan.workspace)}{_capture_words(plan)} = {format_bytes(plan.total)} of "
+        f"{format_bytes(plan.available)} available "
         f"(loading needs {format_bytes(plan.load_transient)} more for a moment)"
     )
+
+
+def _capture_words(plan: MemoryPlan) -> str:
+    if not plan.capture_steps:
+        return ""
+    return f" + captured rows {format_bytes(plan.capture_steps)} in steps and {format_bytes(plan.capture_store)} kept"
 
 
 def _workspace(config: EngineConfig, footprint: ModelFootprint) -> int:
@@ -187,10 +212,11 @@ def _main_blocks(
     limits: PlatformLimits,
     footprint: ModelFootprint,
     groups: tuple[kv_sizing.GroupDemand, ...],
+    stores: tuple[kv_sizing.GroupDemand, ...],
     workspace: int,
     wanted_len: int,
 ) -> int:
-    """Usable blocks of the main group: as stated, or as much as is useful and fits."""
+    """Usable blocks of the main group: as stated, or as much as is useful and fits, with the rows kept for its blocks."""
     cache = config.cache
     if cache.num_blocks is not None:
         return cache.num_blocks
@@ -198,8 +224,9 @@ def _main_blocks(
         return kv_sizing.blocks_within(groups, cache.memory)
     free = limits.available_memory - footprint.weight_bytes - workspace
     ceiling = free - footprint.load_transient_bytes - kv_sizing.null_bytes(groups)
+    most = kv_sizing.blocks_within(groups + stores, ceiling)
     if cache.memory_fraction is not None:
-        return kv_sizing.blocks_within(groups, min(int(free * cache.memory_fraction), ceiling))
+        return min(most, kv_sizing.blocks_within(groups, int(free * cache.memory_fraction)))
     window = next(group.window for group in groups if group.cap is None)
     tokens = config.scheduler.max_num_batched_tokens
     one = kv_sizing.blocks_per_sequence(window, wanted_len, cache.block_size, tokens)
@@ -207,7 +234,45 @@ def _main_blocks(
     if config.model.max_model_len is not None:  # a stated length is kept if memory allows it at all
         budget = max(budget, kv_sizing.usable_bytes(groups, kv_sizing.with_watermark(one, cache.watermark)))
     enough = kv_sizing.with_watermark(one * config.scheduler.max_num_seqs, cache.watermark)
-    return min(enough, kv_sizing.blocks_within(groups, min(budget, ceiling)))
+    return min(enough, most, kv_sizing.blocks_within(groups, budget))
+
+
+def _store_demands(config: EngineConfig, footprint: ModelFootprint) -> tuple[kv_sizing.GroupDemand, ...]:
+    """The stores of captured rows, as groups with one object per block of the main group, or fewer."""
+    size = config.cache.block_size
+    most = capture.object_limits(config.capture, footprint.captures, size)
+    return tuple(
+        kv_sizing.GroupDemand(name=p.name, window=None, bytes_per_block=size * p.row_bytes, cap=most[p.name])
+        for p in footprint.captures
+    )
+
+
+def _resolve_capture(
+    config: EngineConfig,
+    footprint: ModelFootprint,
+    stores: tuple[kv_sizing.GroupDemand, ...],
+    main_blocks: int,
+    depth: int,
+) -> capture.ResolvedCapture | None:
+    asked, planned = config.capture.names(), {profile.name for profile in footprint.captures}
+    for name in asked:
+        if name not in planned or not main_blocks:
+            what = "it has no KV cache, whose blocks rows are keyed by" if name in planned else "it does not offer it"
+            field = config.capture.setting(name)
+            raise ConfigError(f"{field}: {name} cannot be captured from this model: {what}", fields=(field,))
+    if not asked:
+        return None
+    return capture.ResolvedCapture(
+        profiles=footprint.captures,
+        block_size=config.cache.block_size,
+        num_objects={
+            store.name: count for store, count in zip(stores, kv_sizing.block_counts(stores, main_blocks), strict=True)
+        },
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
+        num_snapshots=depth,
+        queue_size=2 * config.scheduler.max_num_seqs,
+        shared_memory=config.capture.shared_memory,
+    )
 
 
 def _fit_length(
@@ -254,12 +319,13 @@ def _cache_words(config: EngineConfig, plan: MemoryPlan) -> str:
 
 def _refuse_if_too_big(config: EngineConfig, plan: MemoryPlan, limits: PlatformLimits) -> None:
     """Before any weight file is opened."""
-    total = plan.weights + plan.kv_cache + plan.workspace + plan.load_transient
+    total = plan.total + plan.load_transient
     if total <= plan.available:
         return
     numbers = (
         f"weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
-        f"{format_bytes(plan.workspace)} + {format_bytes(plan.load_transient)} while loading = {format_bytes(total)}, "
+        f"{format_bytes(plan.workspace)}{_capture_words(plan)} + "
+        f"{format_bytes(plan.load_transient)} while loading = {format_bytes(total)}, "
         f"and {limits.name} has {format_bytes(plan.available)} available of {format_bytes(limits.total_memory)}"
     )
     fields: tuple[str, ...]
@@ -269,6 +335,9 @@ def _refuse_if_too_big(config: EngineConfig, plan: MemoryPlan, limits: PlatformL
         fields, cure = ("model.ref",), "free memory, or take a smaller or more strongly quantised model"
         if config.model.dtype == "float32" and len(limits.dtypes) > 1:
             fields, cure = ("model.dtype", "model.ref"), f"{cure}, or set model.dtype={limits.dtypes[0]}"
+    elif plan.capture_store and total - plan.capture_store <= plan.available:
+        fields = ("capture.max_bytes",)
+        cure = f"set capture.max_bytes: {format_bytes(plan.available - total + plan.capture_store)} are left for captured rows"
     elif plan.workspace >= rest:
         fields = ("scheduler.max_num_batched_tokens", "scheduler.max_num_seqs")
         cure = (
@@ -278,7 +347,8 @@ def _refuse_if_too_big(config: EngineConfig, plan: MemoryPlan, limits: PlatformL
     else:
         fields = (size_field or "cache.block_size",)
         value = getattr(config.cache, fields[0].removeprefix("cache."))
-        cure = f"lower {fields[0]}={value}: {format_bytes(rest - plan.workspace)} are left for the KV cache"
+        left = rest - plan.workspace - plan.capture_steps - plan.capture_store
+        cure = f"lower {fields[0]}={value}: {format_bytes(left)} are left for the KV cache"
     raise ConfigError(f"the model does not fit in memory: {numbers}; {cure}", fields=fields)
 
 
@@ -295,8 +365,13 @@ def _resolve_scheduler(config: EngineConfig, max_model_len: int) -> ResolvedSche
         max_num_partial_prefills=asked.max_num_partial_prefills or 0,
         max_long_partial_prefills=asked.max_long_partial_prefills or 0,
         reserve_full_prompt=asked.reserve_full_prompt,
-        in_flight_depth=AUTO_IN_FLIGHT_DEPTH if asked.in_flight_depth == "auto" else asked.in_flight_depth,
+        in_flight_depth=_in_flight_depth(config),
         stream_interval=asked.stream_interval,
         scheduler_class=asked.scheduler_class,
         max_model_len=max_model_len,
     )
+
+
+def _in_flight_depth(config: EngineConfig) -> int:
+    asked = config.scheduler.in_flight_depth
+    return AUTO_IN_FLIGHT_DEPTH if asked == "auto" else asked

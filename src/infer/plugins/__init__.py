@@ -9,11 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec
+    from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
     from infer.plugins.hookspecs import hookimpl
     from infer.plugins.kv_connector import ExternalMatch, KVConnectorSpec, SchedulerConnector, WorkerConnector
     from infer.plugins.manager import build_registry
-    from infer.plugins.model import BuildContext, CausalLM, ForwardBatch, GGUFNames, ModelSpec
+    from infer.plugins.model import (
+        BuildContext,
+        CausalLM,
+        ForwardBatch,
+        GGUFNames,
+        ModelSpec,
+        SupportsHiddenTaps,
+        SupportsRouteTaps,
+    )
     from infer.plugins.model_source import ModelSource, ModelSourceSpec, Progress, ProgressCallback, ResolvedModel
     from infer.plugins.parser import Parser, ParserEvent, ParserSpec
     from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe, Routing
@@ -23,11 +31,19 @@ if TYPE_CHECKING:
     from infer.plugins.tokenizer import DecodeStream, Tokenizer, TokenizerSpec
 
 _HOMES = {
-    "artifact_field": ("ArtifactField", "ArtifactFieldSpec"),
+    "artifact_field": ("ArtifactField", "ArtifactFieldSpec", "TapFacts"),
     "hookspecs": ("hookimpl",),
     "kv_connector": ("ExternalMatch", "KVConnectorSpec", "SchedulerConnector", "WorkerConnector"),
     "manager": ("build_registry",),
-    "model": ("BuildContext", "CausalLM", "ForwardBatch", "GGUFNames", "ModelSpec"),
+    "model": (
+        "BuildContext",
+        "CausalLM",
+        "ForwardBatch",
+        "GGUFNames",
+        "ModelSpec",
+        "SupportsHiddenTaps",
+        "SupportsRouteTaps",
+    ),
     "model_source": ("ModelSource", "ModelSourceSpec", "Progress", "ProgressCallback", "ResolvedModel"),
     "parser": ("Parser", "ParserEvent", "ParserSpec"),
     "platform": ("AttentionMetadata", "Ops", "Platform", "PlatformSpec", "Probe", "Routing"),
@@ -70,7 +86,10 @@ __all__ = [
     "StorageTarget",
     "StorageTargetSpec",
     "SupportsExpiry",
+    "SupportsHiddenTaps",
     "SupportsRead",
+    "SupportsRouteTaps",
+    "TapFacts",
     "Tokenizer",
     "TokenizerSpec",
     "WorkerConnector",

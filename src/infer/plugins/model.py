@@ -6,13 +6,15 @@ The spec is plain data; the object is built on the worker thread, first on the m
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from infer.config.model import KVLayout
+    from collections.abc import Mapping
+
+    from infer.config.model import KVLayout, RoutedLayer
     from infer.plugins.platform import AttentionMetadata, Ops
     from infer.plugins.quant_method import QuantMethod
     from infer.weights.mapping import WeightTable
@@ -99,4 +101,36 @@ class CausalLM(Protocol):
 
     def weight_table(self) -> WeightTable:
         """Every checkpoint tensor's destination; checked for exact coverage by the loader."""
+        ...
+
+
+@runtime_checkable
+class SupportsRouteTaps(Protocol):
+    """A model whose routers can be read. One that is not cannot serve requests for routed experts."""
+
+    def routed_layers(self) -> tuple[RoutedLayer, ...]:
+        """The layers whose routers can be tapped, lowest first; none in a dense model."""
+        ...
+
+    def unbound_layers(self) -> tuple[int, ...]:
+        """Layers that may route tokens by other means than a router of `routed_layers`."""
+        ...
+
+    def set_route_taps(self, taps: Mapping[int, Tensor]) -> None:
+        """layer id -> a buffer [max tokens of a step, K], any integer dtype. From the next forward pass on, every token's
+        choice is written to the buffer's first rows, in the router's order; layers that are not named write nothing."""
+        ...
+
+
+@runtime_checkable
+class SupportsHiddenTaps(Protocol):
+    """A model whose layers' outputs can be read."""
+
+    def hidden_shape(self) -> tuple[int, int]:
+        """(decoder layers, hidden size)."""
+        ...
+
+    def set_hidden_taps(self, taps: Mapping[int, Tensor]) -> None:
+        """layer id -> a buffer [max tokens of a step, hidden size], compute dtype, for the residual stream behind the
+        layer. As `SupportsRouteTaps.set_route_taps`."""
         ...

@@ -1,0 +1,1 @@
+"""Artifact fields that come with infer; each module is a plugin."""
