@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from infer.layers.attention import SelfAttention, kv_layout
@@ -92,14 +93,17 @@ class Decoder(Layer):
         self.rotaries = list(rotaries)
         self.table = table
         self.logit_softcap = logit_softcap
+        self.hidden_taps: Mapping[int, Tensor] = {}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """-> final hidden states [T, hidden], normed."""
         x = self.embedding(batch.token_ids)
         angles = tuple([rotary(batch.positions) for rotary in self.rotaries])
         residual: Tensor | None = None
-        for block in self.blocks:
+        for layer_id, block in enumerate(self.blocks):
             x, residual = block(x, residual, angles, batch)
+            if layer_id in self.hidden_taps:
+                torch.add(x, residual, out=self.hidden_taps[layer_id][: x.shape[0]])
         return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -124,6 +128,20 @@ class Decoder(Layer):
         [max tokens of a step, K]; all others write nothing. The buffers are the caller's."""
         for layer in self._sparse():
             layer.route_tap = taps.get(layer.routed.layer_id)
+
+    def unbound_layers(self) -> tuple[int, ...]:
+        """Blocks whose feed-forward part is of a foreign kind: nobody knows whether it routes."""
+        parts = [getattr(block, "mlp", None) for block in self.blocks]
+        return tuple(i for i, part in enumerate(parts) if not isinstance(part, MLP | SparseMoE))
+
+    def hidden_shape(self) -> tuple[int, int]:
+        """(decoder layers, hidden size)."""
+        return len(self.blocks), self.embedding.weight.shape[1]
+
+    def set_hidden_taps(self, taps: Mapping[int, Tensor]) -> None:
+        """From the next forward pass on, the sum of branch and residual stream behind these layers is written into these
+        buffers [max tokens of a step, hidden]. The buffers are the caller's."""
+        self.hidden_taps = dict(taps)
 
     def _sparse(self) -> list[SparseMoE]:
         parts = [getattr(block, "mlp", None) for block in self.blocks]

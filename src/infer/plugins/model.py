@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
-
-    from collections.abc import Mapping
 
     from infer.config.model import KVLayout, RoutedLayer
     from infer.plugins.platform import AttentionMetadata, Ops
