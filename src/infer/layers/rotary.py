@@ -65,7 +65,8 @@ def inverse_frequencies(rope: RopeFacts, head_size: int) -> Tensor:
     """
     rotated = int(head_size * rope.partial)
     exponents = torch.arange(0, rotated, 2, dtype=torch.int64, device="cpu").float() / rotated
-    plain = 1.0 / (rope.theta**exponents)
+    periods = rope.theta**exponents
+    plain = 1.0 / periods
     match rope.kind:
         case "default" | "dynamic":
             return plain
@@ -73,7 +74,8 @@ def inverse_frequencies(rope: RopeFacts, head_size: int) -> Tensor:
             return plain / rope.factor
         case "yarn":
             kept = 1 - _yarn_ramp(rope, rotated)
-            return plain / rope.factor * (1 - kept) + plain * kept
+            # In this order the result is transformers' to the last bit, and so are angles far out.
+            return 1.0 / (rope.factor * periods) * (1 - kept) + plain * kept
         case "llama3":
             return _llama3(rope, plain)
 

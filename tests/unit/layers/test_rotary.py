@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,11 +14,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from infer.backends.reference.platform import OPS
+from infer.layers.facts import Facts
 from infer.layers.rotary import RopeFacts, Rotary, inverse_frequencies
 from infer.plugins.model import BuildContext
 from infer.quantization.unquantized import UnquantizedMethod
 
 CONTEXT = BuildContext(ops=OPS, dtype=torch.bfloat16, device=torch.device("cpu"), quant=UnquantizedMethod())
+
+
+def facts(raw: dict[str, Any]) -> Facts:
+    return Facts(cast(Any, SimpleNamespace(raw=raw, architecture="X", max_position=raw["max_position_embeddings"])))
 
 
 def oracle(head_size: int, **rope: object) -> torch.Tensor:
@@ -53,6 +61,65 @@ def test_llama3(head_size: int, factor: float, low: float, high: float, original
     ratio = inverse_frequencies(RopeFacts(theta=500000.0), head_size) / got
     kept, scaled = (ratio - 1).abs() < 1e-4, (ratio - factor).abs() < 1e-3
     assert kept.any() and scaled.any() and (~kept & ~scaled).any(), "the case must reach all three bands"
+
+
+YARNS: dict[str, dict[str, Any]] = {
+    "plain": {"factor": 4.0, "original_max_position_embeddings": 32768},
+    "deepseek-v3": {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "deepseek-v2": {"factor": 40, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 0.9},
+    "one mscale alone": {"factor": 8.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 0.707},
+    "betas": {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 24, "beta_slow": 2.5},
+    "betas of zero": {"factor": 16.0, "original_max_position_embeddings": 2048, "beta_fast": 0, "beta_slow": 0},
+    "not truncated": {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "attention factor": {"factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": 0.75},
+    "no trained length": {"factor": 4.0},
+    "no factor": {"factor": None, "original_max_position_embeddings": 1024},
+    "short, all scaled": {"factor": 2.0, "original_max_position_embeddings": 4},
+    "factor below one": {"factor": 0.5, "original_max_position_embeddings": 4096},
+}
+
+
+@pytest.mark.row("ATTN-YARN", "cos and sin equal transformers' within 1e-6")
+@pytest.mark.parametrize("name", YARNS)
+@pytest.mark.parametrize(("head_size", "theta"), [(64, 10000.0), (128, 1000000.0), (4, 10000.0)])
+def test_yarn(name: str, head_size: int, theta: float) -> None:
+    """From config.json's section to cos and sin, against transformers' rotary module."""
+    section = YARNS[name] | {"rope_type": "yarn"}
+    raw = {"max_position_embeddings": 65536, "rope_theta": theta, "rope_scaling": dict(section)}
+    rope = facts(raw).rope(theta=1.0)
+    config = LlamaConfig(hidden_size=4 * head_size, num_attention_heads=4, **copy.deepcopy(raw))
+    module = LlamaRotaryEmbedding(config)
+    assert torch.equal(inverse_frequencies(rope, head_size), module.inv_freq)
+    positions = torch.arange(0, raw["max_position_embeddings"], 7)
+    expected = module(torch.empty(1, dtype=torch.float32), positions[None])
+    for got, table in zip(Rotary(CONTEXT, rope, head_size)(positions), expected, strict=True):
+        torch.testing.assert_close(got, table[0, :, : head_size // 2], rtol=0, atol=1e-6)
+
+
+def test_yarn_reads_the_trained_length_of_old_configs() -> None:
+    """Beside the section it wins over the one in it, as in transformers."""
+    section = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    raw = {"max_position_embeddings": 65536, "original_max_position_embeddings": 1024, "rope_theta": 10000.0}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_scaling=dict(section), **raw)
+    rope = facts(raw | {"rope_scaling": section}).rope(theta=10000.0)
+    assert rope.original_max_position == 1024
+    torch.testing.assert_close(inverse_frequencies(rope, 64), LlamaRotaryEmbedding(config).inv_freq, rtol=0, atol=1e-7)
+
+
+def test_deepseek_scales_attention_with_the_context() -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    for rest in ({"rope_type": "yarn", "mscale_all_dim": 0.8}, {"rope_type": "yarn"}, {"rope_type": "default"}):
+        section = {"factor": 40.0, "original_max_position_embeddings": 4096} | rest
+        rope = facts({"max_position_embeddings": 163840, "rope_scaling": section}).rope(theta=10000.0)
+        assert rope.scale_multiplier == pytest.approx(yarn_apply_mscale(section, 1.0), rel=1e-12)
+
+
+def test_dynamic_changes_nothing_within_the_trained_length() -> None:
+    raw = {"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    rope = facts(raw).rope(theta=10000.0)
+    expected = oracle(64, rope_type="dynamic", rope_theta=10000.0, factor=4.0)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 1000000.0])

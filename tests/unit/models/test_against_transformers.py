@@ -24,6 +24,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-biased-untied-mha": LLAMA
@@ -31,6 +32,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"head_dim": None},
     "llama-llama3-rope": LLAMA | {"rope_scaling": LLAMA3_ROPE},
     "llama-linear-rope": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama-dynamic-rope": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    "llama-yarn": LLAMA | {"rope_scaling": YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "beta_slow": 2.0}},
+    "qwen2-yarn": QWEN2 | {"use_sliding_window": False, "rope_scaling": YARN | {"type": "yarn", "truncate": False}},
+    "qwen3-yarn-new-rope-keys": {k: v for k, v in QWEN3.items() if k != "rope_theta"}
+    | {"rope_parameters": YARN | {"rope_theta": 20000.0}},
     "mistral": MISTRAL,
     "mistral-one-kv-head-no-window": MISTRAL | {"sliding_window": None, "num_key_value_heads": 1},
     "qwen2-upper-layers-slide": QWEN2,
@@ -129,6 +135,19 @@ def test_llama3_rope_generates_the_same_tokens(twin: MakeTwin) -> None:
     for _ in range(23):
         tokens.append(int(driver.step([("a", [tokens[-1]])])[0].argmax()))
     assert tokens == expected[len(ids) :].tolist()
+
+
+@pytest.mark.row("ATTN-YARN", "logits beyond the trained length equal transformers' within 1e-4")
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen2-yarn", "qwen3-yarn-new-rope-keys"])
+def test_yarn_beyond_the_trained_length(name: str, twin: MakeTwin) -> None:
+    pair = twin(CONFIGS[name])
+    ids = pair.prompt(5 * YARN["original_max_position_embeddings"])
+    driver = pair.driver(block_size=16)
+    got = [driver.step([("a", ids[start : start + 53])])[0] for start in range(0, len(ids), 53)]
+    close(torch.cat(got), pair.expected(ids))
+    plain = {k: v for k, v in pair.config.items() if k not in ("rope_scaling", "rope_parameters")}
+    unscaled = Twin(plain, build(plain, pair.oracle), pair.oracle).driver(16).step([("a", ids)])[0]
+    assert (unscaled - pair.expected(ids)).abs().max() > 100 * TOLERANCE
 
 
 def test_gemma_attention_softcap(twin: MakeTwin) -> None:
