@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from infer.engine.kv_cache.manager import RequestBlocks
 
 if TYPE_CHECKING:
+    from infer.engine.aux.rows import RequestRows
     from infer.engine.outputs import Outbox
     from infer.engine.step import PositionLogprobs, SamplingSpec
     from infer.types import FinishReason
@@ -36,6 +37,7 @@ class Request:
         "arrived_at",
         "blocks",
         "cache_salt",
+        "capture_id",
         "choice_index",
         "deadline",
         "ended_at",
@@ -55,6 +57,7 @@ class Request:
         "priority",
         "prompt_len",
         "request_id",
+        "rows",
         "sampling",
         "siblings",
         "slot",
@@ -64,6 +67,7 @@ class Request:
         "stop_ids",
         "stop_reason",
         "token_ids",
+        "versions",
     )
 
     def __init__(
@@ -81,6 +85,7 @@ class Request:
         cache_salt: str | None = None,
         deadline: float | None = None,
         arrived_at: float = 0.0,
+        rows: RequestRows | None = None,
     ) -> None:
         self.request_id = request_id
         self.choice_index = choice_index
@@ -114,6 +119,12 @@ class Request:
         self.ended_at: float | None = None
         self.siblings: tuple[Request, ...] = ()
         """The other choices of the same prompt, to be started when this one has computed it."""
+        self.rows = rows
+        """Captured rows, of a request that asked for some; each sibling has its own (`RequestRows.sibling`)."""
+        self.capture_id = -1
+        """Of the stay in a slot in which they are captured."""
+        self.versions: list[tuple[int, int]] = []
+        """(output token, weight version): under which version it and those behind it were sampled."""
         self.blocks = RequestBlocks()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -142,6 +153,17 @@ class Request:
         """Prompt logprobs need every prompt position computed."""
         return self.sampling.prompt_logprobs is None
 
+    @property
+    def capture_fields(self) -> tuple[str, ...]:
+        """Artifact fields whose rows were asked for."""
+        return () if self.rows is None else self.rows.fields
+
+    def weight_versions(self, num_output: int) -> tuple[tuple[int, int, int], ...]:
+        """(first output token, end, weight version) spans over the first `num_output` output tokens."""
+        ends = [first for first, _ in self.versions[1:]] + [num_output]
+        spans = ((first, min(end, num_output), v) for (first, v), end in zip(self.versions, ends, strict=False))
+        return tuple(span for span in spans if span[0] < span[1])
+
     def start(self, slot: int, num_cached: int, step_id: int, now: float) -> None:
         """WAITING -> RUNNING: the request holds a slot and `num_cached` computed tokens."""
         self.status = Status.RUNNING
@@ -163,8 +185,10 @@ class Request:
         """Samples in flight are void (their input was)."""
         self.num_discarded = self.num_in_flight
 
-    def accept(self, token_ids: Sequence[int]) -> int:
+    def accept(self, token_ids: Sequence[int], weight_version: int = 0) -> int:
         """Append the ids of one step up to the first that ends the request; returns how many were kept."""
+        if token_ids and (not self.versions or self.versions[-1][1] != weight_version):
+            self.versions.append((self.num_output, weight_version))
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             if token_id in self.stop_ids and self.num_output >= len(self.sampling.forced_token_ids):

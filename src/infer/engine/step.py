@@ -66,17 +66,18 @@ class AuxBegin(msgspec.Struct):
     start: int
     """Position of the first row the worker will compute: tokens already in the KV cache."""
     emit_from: int
-    """First position to emit. Below `start`: the rows between come from the store. Above: rows in front of it are only
-    published."""
+    """First position to emit. Below `start`: the rows between come from the store, under the weight version of this plan.
+    Above: rows in front of it are only published."""
     hashes: list[bytes]
-    """KV hashes of the sequence's blocks, from block 0, as far as they are known."""
+    """KV hashes of the sequence's blocks in front of `start`, from block 0; those behind come with `AuxPlan.hashes`."""
     parent: int | None = None
     """Fork of that capture: it takes over the rows of the shared prompt's incomplete last block."""
 
 
 class AuxPlan(msgspec.Struct):
     """The auxiliary side of a plan. The worker applies ends, begins and hashes before the forward pass, then the store's
-    changes in one batch with what the step publishes. A plan without any of it carries None."""
+    changes in one batch with what the step publishes: discard, retain, put, release. A step that fails applies all of it
+    just the same and publishes nothing. None when nobody captures and nothing is to be told."""
 
     weight_version: int
     """Of the weights this step runs on."""
@@ -84,13 +85,15 @@ class AuxPlan(msgspec.Struct):
     """Terminal events in order: (capture id, hashes not sent before). What is complete is published, the rest dropped."""
     begins: list[AuxBegin]
     hashes: list[tuple[int, list[bytes]]]
-    """(capture id, next hashes): each exactly once, of blocks that are fully computed by the end of this step."""
+    """(capture id, next hashes): each exactly once, of blocks that are fully computed by the end of this step. All rows of
+    such a block were computed under one weight version, that of the capture's first step: it is the object's."""
     retain: list[tuple[str, bytes, int]]
-    """(field, KV hash, weight version): objects that the store must keep, also before they exist."""
+    """(field, KV hash, weight version): objects that the store must keep, also before they exist. Each is retained once
+    and released once, discarded or not."""
     release: list[tuple[str, bytes, int]]
     """Objects that may be evicted from now on, last block of a sequence first."""
     discard: list[tuple[str, bytes, int]]
-    """Objects whose rows cannot be trusted (their step failed): removed whatever else holds."""
+    """Objects whose rows cannot be trusted (their step failed): the bytes are removed; who retains the key does so still."""
 
 
 class StepPlan(msgspec.Struct):
