@@ -58,7 +58,7 @@ class SamplingParams(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
     """Over output tokens, once each."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] | None = None
-    """Drawn at admission when None, and returned in `Completion.seed`. Choice i uses seed + i."""
+    """Drawn at admission when None (below 2**52), and returned in `Completion.seed`. Choice i uses seed + i."""
     stop: Annotated[
         tuple[str, ...], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), BeforeValidator(_one_or_many)
     ] = ()

@@ -31,6 +31,12 @@ def test_configuration_page_is_current() -> None:
     assert tool.PAGE.read_text("utf-8") == tool.render(), "run `make docs` and commit the page"
 
 
+@pytest.mark.row("X-STRICT-FIELDS", "the list in the docs is generated from code and current")
+def test_fields_page_is_current() -> None:
+    tool = load_tool("field_reference")
+    assert tool.PAGE.read_text("utf-8") == tool.render_page(), "run `make docs` and commit the page"
+
+
 def test_configuration_page_names_the_process_variables() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
     assert [name for name in env._OWN if name not in page] == []

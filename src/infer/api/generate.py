@@ -187,28 +187,31 @@ class GenerateWriter:
             "model": self._model,
             "created": int(time.time()),
             "output_mode": self._body.output_mode,
-            "choices": [self._choice(choice, choice.index) for choice in done.choices],
+            "choices": [self._choice(choice, choice.index, choice.seed) for choice in done.choices],
             "usage": generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens),
             "prompt_logprobs": self._prompt_logprobs(done.prompt_logprobs),
             "kv_transfer_params": None,
             "metrics": timing_metrics(done),
+            "sampling_defaults": done.sampling_defaults,
         }
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = done.prompt_token_ids
         return reply
 
-    def chunk(self, delta: Delta | None, **extra: Any) -> dict[str, Any]:
-        choices = [] if delta is None else [self._choice(delta, delta.choice_index)]
+    def chunk(self, delta: Delta | None, seed: int | None = None, **extra: Any) -> dict[str, Any]:
+        choices = [] if delta is None else [self._choice(delta, delta.choice_index, seed)]
         return {"request_id": self._request_id, "output_mode": self._body.output_mode, "choices": choices, **extra}
 
     def first(self, stream: Stream) -> dict[str, Any]:
         """What the first chunk says of the prompt."""
-        told: dict[str, Any] = {"prompt_token_ids": stream.prompt_token_ids} if self._body.return_token_ids else {}
+        told: dict[str, Any] = {"sampling_defaults": stream.sampling_defaults}
+        if self._body.return_token_ids:
+            told["prompt_token_ids"] = stream.prompt_token_ids
         if stream.prompt_logprobs is not None:
             told["prompt_logprobs"] = self._prompt_logprobs(stream.prompt_logprobs)
         return told
 
-    def _choice(self, choice: Choice | Delta, index: int) -> dict[str, Any]:
+    def _choice(self, choice: Choice | Delta, index: int, seed: int | None) -> dict[str, Any]:
         reason, stop_reason = generation.finish(choice.finish_reason, choice.stop_reason)
         one = {
             "index": index,
@@ -217,6 +220,8 @@ class GenerateWriter:
             "stop_reason": stop_reason,
             "logprobs": None if choice.logprobs is None else self._logprobs(choice.logprobs),
         }
+        if seed is not None:
+            one["seed"] = seed
         if self._text is not None:
             one["text"] = choice.text
         return one
@@ -265,14 +270,14 @@ def token_entry(entry: TokenLogprob) -> dict[str, Any]:
 async def _stream(call: Call, writer: GenerateWriter, stream: Stream, last_usage: bool, every_usage: bool) -> None:
     events = await call.open_events()
     prompt_len, count = len(stream.prompt_token_ids), 0
-    begun = False
+    untold = dict(enumerate(stream.seeds))
     async for delta in stream:
         count += len(delta.token_ids)
-        extra: dict[str, Any] = {} if begun else writer.first(stream)
-        begun = True
+        extra: dict[str, Any] = writer.first(stream) if len(untold) == len(stream.seeds) else {}
+        seed = untold.pop(delta.choice_index, None)
         if every_usage:
             extra["usage"] = generation.usage(prompt_len, count)
-        await events.send(writer.chunk(delta, **extra))
+        await events.send(writer.chunk(delta, seed, **extra))
     if last_usage:
         counts = stream.result.usage
         total = generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens)

@@ -64,6 +64,7 @@ class ReplyChoice(_Reply):
     finish_reason: Literal["stop", "length", "repetition", "abort", "deadline"] = "stop"
     stop_reason: int | str | None = None
     logprobs: LogprobContent | None = None
+    seed: int | None = None
 
 
 class PromptLogprob(_Reply):
@@ -85,6 +86,8 @@ class GenerateReply(_Reply):
     usage: ReplyUsage | None = None
     prompt_token_ids: list[TokenId] | None = None
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    metrics: dict[str, Any] | None = None
+    sampling_defaults: dict[str, Any] | None = None
 
 
 class DerenderBody(BodyModel):
@@ -229,10 +232,16 @@ class Renderer:
                 cached_tokens=(usage.prompt_tokens_details or {}).get("cached_tokens") or 0,
             ),
             sampling=params,
+            sampling_defaults=self._silent(params) if body.chat_request else reply.sampling_defaults or {},
             prompt_logprobs=_prompt_logprobs(reply, prompt_ids, params.prompt_logprobs),
         )
         model = check_model(self._context, body.model or asked.model)
         written = chat.ChatWriter(self._context, asked, model, reply.request_id).reply(done)
+        for choice, answered in zip(written["choices"], reply.choices, strict=True):
+            if answered.seed is None:
+                del choice["seed"]
+        if asked.return_metrics:
+            written["metrics"] = reply.metrics
         return written | {"created": int(time.time()) if reply.created is None else reply.created}
 
     def _call(self, notices: list[str] | None) -> Call:
@@ -240,11 +249,17 @@ class Renderer:
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
         """As in force: the checkpoint's defaults where the caller was silent; a seed is drawn when it runs."""
+        given = {name: getattr(params, name) for name in params.model_fields_set}
+        used = self._silent(params) | given
+        return {_THEIR_NAME[name]: value for name, value in sorted(used.items()) if value is not None}
+
+    def _silent(self, params: SamplingParams) -> dict[str, Any]:
+        """What the checkpoint's defaults give where the caller was silent."""
         engine = self._context.engine
         defaults = self._defaults or engine.model_config.generation
-        used = dict(defaults.values) if engine.config.model.use_generation_config else {}
-        given = {name: getattr(params, name) for name in params.model_fields_set}
-        return {_THEIR_NAME[name]: value for name, value in sorted((used | given).items()) if value is not None}
+        if not engine.config.model.use_generation_config:
+            return {}
+        return {name: value for name, value in defaults.values.items() if name not in params.model_fields_set}
 
     def _choice(
         self, reply: ReplyChoice, params: SamplingParams, asked: ChatBody, prompt_ids: tuple[int, ...]
@@ -265,6 +280,7 @@ class Renderer:
                 finish_reason=reply.finish_reason,
                 stop_reason=reply.stop_reason,
                 logprobs=public_logprobs(logprobs) if asked.logprobs else None,
+                seed=reply.seed or 0,
             )
         return self._decoded(reply, params, prompt_ids, logprobs)
 
@@ -278,7 +294,7 @@ class Renderer:
         """The reader of a running request reads the ids, and finds the text and the stop that it would have found."""
         admitted = Admitted(
             prompt_ids=prompt_ids,
-            specs=(SamplingSpec(seed=0),) * (reply.index + 1),
+            specs=(SamplingSpec(seed=reply.seed or 0),) * (reply.index + 1),
             max_tokens=1,
             stop_ids={},
             params=params,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WEIGHT_VERSION = "default"
 """Of weights that were loaded at start and never replaced."""
+_THEIR_NAME = {ours: name for name, ours in SAMPLING.sampling.items()}
 
 
 def routes(context: ApiContext) -> list[ApiRoute]:
@@ -148,8 +149,7 @@ def _sampling(call: Call, data: dict[str, Any], logprobs: dict[str, int | None])
         values |= {name: count for name, count in logprobs.items() if count is not None}
         return generation.sampling_params(values, settings)
     except InvalidRequestError as error:
-        theirs = {ours: name for name, ours in SAMPLING.sampling.items()}
-        error.parameter = f"sampling_params.{theirs.get(error.parameter, error.parameter)}"
+        error.parameter = f"sampling_params.{_THEIR_NAME.get(error.parameter, error.parameter)}"
         raise
 
 
@@ -169,7 +169,7 @@ class Writer:
         )
 
     def whole(self, item: Item, done: Completion, choice: Choice) -> dict[str, Any]:
-        meta = self._meta(item, choice, len(done.prompt_token_ids))
+        meta = self._meta(item, choice, len(done.prompt_token_ids), choice.seed, done.sampling_defaults)
         meta["cached_tokens"] = done.usage.cached_tokens
         timings = done.timings
         if timings is not None:
@@ -183,7 +183,8 @@ class Writer:
         return self._reply(choice, meta | self._prompt(item, done.prompt_token_ids, done.prompt_logprobs))
 
     def partial(self, item: Item, stream: Stream, choice: Choice, ended: bool) -> dict[str, Any]:
-        meta = self._meta(item, choice, len(stream.prompt_token_ids))
+        seed = stream.seeds[choice.index]
+        meta = self._meta(item, choice, len(stream.prompt_token_ids), seed, stream.sampling_defaults)
         if not ended:
             meta["finish_reason"] = None
         return self._reply(choice, meta | self._prompt(item, stream.prompt_token_ids, stream.prompt_logprobs))
@@ -192,13 +193,17 @@ class Writer:
         text = {"text": choice.text} if self._has_text else {}
         return {**text, "output_ids": choice.token_ids, "meta_info": meta}
 
-    def _meta(self, item: Item, choice: Choice, prompt_tokens: int) -> dict[str, Any]:
+    def _meta(
+        self, item: Item, choice: Choice, prompt_tokens: int, seed: int, defaults: dict[str, Any]
+    ) -> dict[str, Any]:
         meta: dict[str, Any] = {
             "id": item.ask.request_id,
             "finish_reason": finish_reason(choice),
             "prompt_tokens": prompt_tokens,
             "completion_tokens": len(choice.token_ids),
             "weight_version": WEIGHT_VERSION,
+            "sampling_seed": seed,
+            "sampling_defaults": {_THEIR_NAME.get(name, name): value for name, value in defaults.items()},
         }
         if choice.logprobs is not None:
             meta["output_token_logprobs"] = [self._triple(e.token_id, e.logprob) for e in choice.logprobs]

@@ -100,7 +100,7 @@ class Admission:
         used = {name: value for name, value in defaults.items() if name not in given}
         filled: dict[str, Any] = dict(used)
         if params.seed is None:
-            filled["seed"] = secrets.randbits(63)
+            filled["seed"] = secrets.randbits(52)  # JSON readers keep 53 bits, and choices count on from it
         if params.forced_token_ids is not None and params.max_tokens is None:
             filled["max_tokens"] = len(params.forced_token_ids)
         if not filled:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from infer.engine.metrics import request_timings
 from infer.engine.outputs import ChoiceUpdate, Outbox
@@ -172,6 +173,18 @@ class Stream:
         self._check_entered()
         first = self._requests[0]
         return min(first.num_computed, first.prompt_len) if not first.num_output else first.prompt_len, first.prompt_len
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """In force, one for each choice."""
+        self._check_entered()
+        return tuple(choice.seed for choice in self._choices)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The fields that came from the checkpoint's generation_config.json, with their values."""
+        self._check_entered()
+        return self._admitted.defaults
 
     @property
     def result(self) -> Completion:

@@ -17,6 +17,7 @@ from infer.api.openai.models import check_model
 from infer.api.openai.progress import report_progress, silence
 from infer.api.openai.schemas import CHAT, ChatBody
 from infer.api.routing import ApiRoute, Call
+from infer.api.timings import timing_metrics
 from infer.errors import InvalidRequestError
 from infer.types import Completion, Delta, SamplingParams
 
@@ -129,6 +130,7 @@ class ChatWriter:
                 "logprobs": chat_logprobs(choice.logprobs, self._write, self._text),
                 "finish_reason": reason,
                 "stop_reason": stop_reason,
+                "seed": choice.seed,
             }
             if self._body.return_token_ids:
                 one["token_ids"] = choice.token_ids
@@ -139,11 +141,14 @@ class ChatWriter:
             "object": "chat.completion",
             "choices": choices,
             "usage": generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens),
+            "sampling_defaults": done.sampling_defaults,
         }
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = done.prompt_token_ids
         if done.prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, self._text)
+        if self._body.return_metrics:
+            reply["metrics"] = timing_metrics(done)
         return reply
 
     def chunk(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
@@ -155,9 +160,12 @@ class ChatWriter:
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
             "finish_reason": None,
+            "seed": stream.seeds[index],
         }
-        extra = {"prompt_token_ids": stream.prompt_token_ids} if self._body.return_token_ids and index == 0 else {}
-        return self.chunk([choice], **extra)
+        if index:
+            return self.chunk([choice])
+        extra = {"prompt_token_ids": stream.prompt_token_ids} if self._body.return_token_ids else {}
+        return self.chunk([choice], sampling_defaults=stream.sampling_defaults, **extra)
 
     def delta(self, delta: Delta) -> dict[str, Any] | None:
         """One delta as a choice; None when there is nothing to tell the client yet."""
@@ -204,8 +212,12 @@ async def _stream(
             told_prompt = True
             extra["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, call.context.token_text)
         await events.send(writer.chunk([choice], **extra))
+    last: dict[str, Any] = {}
     if last_usage:
         counts = stream.result.usage
-        total = generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens)
-        await events.send(writer.chunk([], usage=total))
+        last["usage"] = generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens)
+    if body.return_metrics:
+        last["metrics"] = timing_metrics(stream.result)
+    if last:
+        await events.send(writer.chunk([], **last))
     await events.finish()

@@ -14,6 +14,7 @@ from infer.api.context import ApiContext
 from infer.api.openai import generation
 from infer.api.openai.logprobs import CompletionLogprobs, prompt_logprobs, token_writer
 from infer.api.openai.schemas import CompletionBody
+from infer.api.timings import timing_metrics
 from infer.types import Choice, Completion, Delta, TokenLogprob
 
 
@@ -53,7 +54,9 @@ class CompletionWriter:
         for index, completion in enumerate(done):
             for place, choice in enumerate(best(completion.choices, self._num_returned)):
                 choices.append(self._choice(index, place, choice, completion.prompt_logprobs))
-        return {**self._head, "choices": choices, "usage": self.usage(done)}
+        reply = {**self._head, "choices": choices, "usage": self.usage(done)}
+        reply["sampling_defaults"] = done[0].sampling_defaults
+        return reply | self.metrics(done)
 
     def _choice(
         self, prompt_index: int, place: int, choice: Choice, prompted: Sequence[TokenLogprob | None] | None
@@ -66,7 +69,7 @@ class CompletionWriter:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
-        made = self.delta(prompt_index, delta, prompted)
+        made = self.delta(prompt_index, delta, choice.seed, prompted)
         if made is None:
             raise TypeError("a finished choice always has something to show")
         return made
@@ -77,9 +80,9 @@ class CompletionWriter:
         return {**self._head, "choices": choices, **extra}
 
     def delta(
-        self, prompt_index: int, delta: Delta, prompted: Sequence[TokenLogprob | None] | None
+        self, prompt_index: int, delta: Delta, seed: int, prompted: Sequence[TokenLogprob | None] | None
     ) -> dict[str, Any] | None:
-        """What a choice gained; its first piece brings the prompt along. None: nothing to tell yet."""
+        """What a choice gained; its first piece brings seed and prompt along. None: nothing to tell yet."""
         body, prompt = self._body, self._prompts[prompt_index]
         index = prompt_index * self._num_returned + delta.choice_index
         first = index not in self._told
@@ -98,6 +101,8 @@ class CompletionWriter:
             entries = [*(prompted or ()), *entries]
             unpredicted = prompt.ids[:1]
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+        if first:
+            choice["seed"] = seed
         if body.logprobs is not None and entries:
             choice["logprobs"] = self._told[index].piece(entries, unpredicted)
         if delta.finish_reason is not None:
@@ -110,6 +115,13 @@ class CompletionWriter:
         if first and prompted is not None and self._asks_prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(prompted, self._text)
         return choice
+
+    def metrics(self, done: Sequence[Completion]) -> dict[str, Any]:
+        """Times where they were asked for; a list when there are several prompts."""
+        if not self._body.return_metrics:
+            return {}
+        found = [timing_metrics(completion) for completion in done]
+        return {"metrics": found if len(found) > 1 else found[0]}
 
     def usage(self, done: Sequence[Completion]) -> dict[str, Any]:
         """Of the whole call: tokens of choices that `best_of` drops were generated too."""

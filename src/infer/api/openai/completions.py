@@ -109,19 +109,25 @@ async def _stream(
     if body.return_progress:
         call.tasks.start_soon(report_progress, events, streams, writer.chunk)
     prompt_len = sum(len(stream.prompt_token_ids) for stream in streams)
-    count = 0
+    count, begun = 0, False
 
     async def on_delta(prompt_index: int, delta: Delta) -> None:
-        nonlocal count
+        nonlocal count, begun
         count += len(delta.token_ids) if body.max_tokens else 0
-        choice = writer.delta(prompt_index, delta, streams[prompt_index].prompt_logprobs)
+        stream = streams[prompt_index]
+        choice = writer.delta(prompt_index, delta, stream.seeds[delta.choice_index], stream.prompt_logprobs)
         if choice is not None:
             extra: dict[str, Any] = {"usage": None} if last_usage else {}
+            if not begun:
+                begun = True
+                extra["sampling_defaults"] = stream.sampling_defaults
             if every_usage:
                 extra["usage"] = generation.usage(prompt_len, count)
             await events.send(writer.chunk([choice], **extra))
 
     await generation.read_all(streams, on_delta)
-    if last_usage:
-        await events.send(writer.chunk([], usage=writer.usage([stream.result for stream in streams])))
+    done = [stream.result for stream in streams]
+    last = writer.metrics(done) | ({"usage": writer.usage(done)} if last_usage else {})
+    if last:
+        await events.send(writer.chunk([], **last))
     await events.finish()

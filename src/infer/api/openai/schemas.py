@@ -48,6 +48,8 @@ class GenerationBody(BodyModel):
     """Where tokens are cut off."""
     return_progress: bool = False
     """Send prefill progress as chunks with empty choices and `prompt_progress`."""
+    return_metrics: bool = False
+    """The request's times, in milliseconds, as `metrics`; in a stream in its last chunk."""
 
 
 class ChatBody(GenerationBody):

@@ -1,0 +1,75 @@
+"""What replies hold beyond the shape that the route imitates (OpenAI's, vLLM's, SGLang's): the list, for docs and tests.
+
+Plain data. A field that a writer adds and this table lacks fails a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Place = Literal["reply", "choice", "first chunk", "last chunk", "meta_info"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyField:
+    """One field; `places` are where it stands in a whole reply, or in a stream."""
+
+    name: str
+    places: tuple[Place, ...]
+    note: str
+    asked_by: str | None = None
+    """The request field that asks for it; None: it is always there."""
+
+
+_SEED = "The seed in force, drawn where the request had none; choice i of a prompt has the prompt's seed + i."
+_DEFAULTS = "Sampling fields that the request left out and the model's generation_config.json gave, with their values."
+
+_SHARED = (
+    ReplyField(name="seed", places=("choice",), note=f"{_SEED} In a stream with the choice's first chunk."),
+    ReplyField(name="sampling_defaults", places=("reply", "first chunk"), note=_DEFAULTS),
+    ReplyField(
+        name="stop_reason",
+        places=("choice",),
+        note="The stop string or id that matched; `deadline` where the request ran out of time. vLLM's.",
+    ),
+    ReplyField(name="token_ids", places=("choice",), note="The choice's token ids.", asked_by="return_token_ids"),
+    ReplyField(
+        name="prompt_logprobs",
+        places=("reply", "choice", "first chunk"),
+        note="Per prompt token, id to logprob, rank and text; null for the first. In completions with each choice.",
+        asked_by="prompt_logprobs",
+    ),
+    ReplyField(
+        name="prompt_token_ids",
+        places=("reply", "choice", "first chunk"),
+        note="The prompt's token ids. In completions with each choice.",
+        asked_by="return_token_ids",
+    ),
+    ReplyField(
+        name="metrics",
+        places=("reply", "last chunk"),
+        note="Milliseconds queued, to the first token, generating and in all; preemptions. One for each prompt.",
+        asked_by="return_metrics",
+    ),
+    ReplyField(
+        name="prompt_progress",
+        places=("first chunk",),
+        note="`total` and `processed` prompt tokens, in chunks of their own.",
+        asked_by="return_progress",
+    ),
+)
+
+REPLY_FIELDS: dict[str, tuple[ReplyField, ...]] = {
+    "/v1/chat/completions": _SHARED,
+    "/v1/completions": _SHARED,
+    "/inference/v1/generate": (
+        ReplyField(name="seed", places=("choice",), note=f"{_SEED} In a stream with the choice's first chunk."),
+        ReplyField(name="sampling_defaults", places=("reply", "first chunk"), note=_DEFAULTS),
+        ReplyField(name="metrics", places=("reply", "last chunk"), note="As in chat; in a stream with the usage."),
+    ),
+    "/generate": (
+        ReplyField(name="sampling_seed", places=("meta_info",), note=_SEED),
+        ReplyField(name="sampling_defaults", places=("meta_info",), note=f"{_DEFAULTS} Under SGLang's names."),
+    ),
+}
