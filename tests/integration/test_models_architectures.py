@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 
 from infer.backends.reference import platform as reference
+from infer.models import deepseek_v2, deepseek_v3
 
 from .engine_support import (
     ARCHITECTURES,
+    VOCAB,
     Oracle,
     assert_nothing_held,
     greedy,
     mostly_compared,
+    parts_of,
     prompt,
     record,
     same_tokens,
@@ -32,12 +35,20 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 64}
 WINDOW = 32
+DEEPSEEK_V2, DEEPSEEK_V3 = (
+    module.EXAMPLE | {"vocab_size": VOCAB, "hidden_size": 64, "max_position_embeddings": 640}
+    for module in (deepseek_v2, deepseek_v3)
+)
 MODELS: dict[str, dict[str, Any]] = {
     **ARCHITECTURES,
     "llama3-rope": ARCHITECTURES["llama"] | {"rope_scaling": LLAMA3_ROPE},
     "gemma3-32": ARCHITECTURES["gemma3"] | {"sliding_window": WINDOW},
     "mistral-32": ARCHITECTURES["mistral"] | {"sliding_window": WINDOW},
+    "qwen3-yarn": ARCHITECTURES["qwen3"] | {"rope_scaling": YARN},
+    "deepseek-v2": DEEPSEEK_V2 | {"q_lora_rank": None},
+    "deepseek-v3-yarn": DEEPSEEK_V3 | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
 }
 LENGTHS = (5, 130, 40, 77)
 Made = tuple[Path, Oracle]
@@ -128,6 +139,24 @@ def test_a_prefix_is_reused_only_with_its_last_window(made: Make) -> None:
         third = engine.generate([*first, *prompt(9, seed=5)], greedy(8))
         assert third.usage.cached_tokens == 0
         same_tokens(third.token_ids, oracle.greedy([*first, *prompt(9, seed=5)], 8))
+
+
+@pytest.mark.row("KV-PREFIX-CACHE", "MLA models hit")
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3-yarn"])
+def test_a_latent_attention_model_reuses_a_prefix(name: str, made: Make) -> None:
+    """Values are narrower than keys; blocks hold both, and the plan counts them exactly."""
+    path, oracle = made(name)
+    first, more = prompt(100), prompt(20, seed=4)
+    with serve(path) as engine:
+        assert engine.generate(first, greedy(8)).usage.cached_tokens == 0
+        again = engine.generate([*first, *more], greedy(16))
+        assert again.usage.cached_tokens == 96
+        assert same_tokens(again.token_ids, oracle.greedy([*first, *more], 16)) > 12
+        (group,) = engine.engine.resolved.cache.groups
+        assert group.bytes_per_block == 2 * 16 * 4 * (12 + 10) * 4  # layers, tokens, heads, key and value size, fp32
+        alignment = 2 * 2 * 64
+        kept = parts_of(engine).executor._worker.measured()["kv_cache"]
+        assert kept == engine.engine.resolved.memory.kv_cache + alignment
 
 
 @pytest.mark.row("ATTN-SLIDING-WINDOW", "a prompt four times the window gives tokens equal to transformers on CPU")

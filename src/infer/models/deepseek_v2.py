@@ -52,6 +52,7 @@ def config_view(config: ModelConfig) -> DeepseekV2Config:
     facts.must_be("hidden_act", "silu")
     facts.must_be("mlp_bias", False)
     facts.must_be("moe_layer_freq", 1)
+    facts.must_be("num_hash_layers", 0)
     rope = facts.rope(theta=10000.0)
     moe = read_grouped_moe(facts, num_experts=64, top_k=None, size=1407, rule=_routing(facts))
     return DeepseekV2Config(

@@ -53,6 +53,7 @@ def config_view(config: ModelConfig) -> DeepseekV3Config:
     facts = Facts(config)
     facts.must_be("hidden_act", "silu")
     facts.must_be("moe_layer_freq", 1)
+    facts.must_be("num_hash_layers", 0)
     facts.must_be("scoring_func", "sigmoid")
     facts.must_be("topk_method", "noaux_tc")
     rope = facts.rope(theta=10000.0)

@@ -20,7 +20,9 @@ EMBEDDING = "token_embd.weight"
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TOKEN_IDS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id", "unk_token_id": "unknown_token_id"}
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_YARN_KEYS = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "attn_factor"}
+_YARN_KEYS = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+_NEUTRAL_SCALING = {"attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+"""llama.cpp multiplies by the first what converters write as the whole factor: which is meant cannot be told."""
 
 
 def gguf_config(file: GGUFFile, names: GGUFNames) -> dict[str, Any]:
@@ -178,6 +180,12 @@ def _rope_scaling(config: dict[str, Any], file: GGUFFile, arch: str) -> dict[str
     original = integer(file, f"{arch}.rope.scaling.original_context_length")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
+    for suffix, neutral in _NEUTRAL_SCALING.items():
+        value = number(file, f"{arch}.rope.scaling.{suffix}")
+        if value not in (None, neutral):
+            raise UnsupportedModelError(
+                f"{file.path}: {arch}.rope.scaling.{suffix}={value} is not supported, only {neutral}"
+            )
     for key, suffix in _YARN_KEYS.items():
         value = number(file, f"{arch}.rope.scaling.{suffix}")
         if value is not None:

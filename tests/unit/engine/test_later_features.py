@@ -13,10 +13,8 @@ from infer import (
     InvalidRequestError,
     SamplingParams,
     UnknownPluginError,
-    UnsupportedModelError,
 )
 from infer.config.engine import PluginsSection
-from infer.engine.worker.builder import choose_model
 from infer.plugins.manager import build_registry
 from served import letters_engine
 
@@ -92,13 +90,6 @@ async def test_an_argument_of_a_later_feature_is_refused_by_name(name: str, valu
 def test_a_gpu_platform_is_refused_by_name() -> None:
     with pytest.raises(UnknownPluginError, match=r"'cuda'.*reference"):
         build_registry(PluginsSection()).get("platform", "cuda")
-
-
-@pytest.mark.row("KV-PREFIX-CACHE", "MLA models hit")
-@pytest.mark.waits("KV-MLA-SPEC")
-def test_an_mla_model_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="DeepseekV3ForCausalLM"):
-        choose_model(build_registry(PluginsSection()), "DeepseekV3ForCausalLM")
 
 
 @pytest.mark.anyio

@@ -108,6 +108,24 @@ def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
         "factor": 4.0,
         "original_max_position_embeddings": 32768,
     }
+    betas = write_llama(
+        tmp_path / "e.gguf", llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0,
+        llama__rope__scaling__yarn_beta_fast=16.0, llama__rope__scaling__yarn_beta_slow=2.0,
+        llama__rope__scaling__attn_factor=1.0, llama__rope__scaling__yarn_log_multiplier=0.0,
+    )  # fmt: skip
+    assert config_of(betas)["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    }
+    for key in ("attn_factor", "yarn_log_multiplier"):
+        unclear = {f"llama__rope__scaling__{key}": 0.5}
+        path = write_llama(
+            tmp_path / f"{key}.gguf", llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0, **unclear
+        )
+        with pytest.raises(UnsupportedModelError, match=rf"llama\.rope\.scaling\.{key}=0\.5"):
+            config_of(path)
     none = write_llama(tmp_path / "c.gguf", llama__rope__scaling__type="none")
     assert "rope_scaling" not in config_of(none)
     old = write_llama(tmp_path / "d.gguf", llama__rope__scale_linear=2.0)
