@@ -11,19 +11,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infer.artifacts.codec import decode, encode
     from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
+    from infer.artifacts.judgement import TOLERANCES, Tolerance
     from infer.artifacts.reader import ArtifactReader, open_artifact
     from infer.artifacts.receipt import ArtifactReceipt
     from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
+    from infer.artifacts.verify import VerifyReport, verify_artifact
 
 _HOMES = {
     "codec": ("decode", "encode"),
     "generation": ("ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs"),
+    "judgement": ("TOLERANCES", "Tolerance"),
     "reader": ("ArtifactReader", "open_artifact"),
     "receipt": ("ArtifactReceipt",),
     "request": ("ArtifactRequest", "ManagedTarget", "PresignedTarget", "SinkTarget"),
+    "verify": ("VerifyReport", "verify_artifact"),
 }
 
 __all__ = [
+    "TOLERANCES",
     "ArtifactChoice",
     "ArtifactReader",
     "ArtifactReceipt",
@@ -34,9 +39,12 @@ __all__ = [
     "RoutedExperts",
     "SelectedLogprobs",
     "SinkTarget",
+    "Tolerance",
+    "VerifyReport",
     "decode",
     "encode",
     "open_artifact",
+    "verify_artifact",
 ]
 
 

@@ -19,6 +19,7 @@ from infer.cli.pull import pull
 from infer.cli.run import run
 from infer.cli.serve import serve
 from infer.cli.session import Session
+from infer.cli.verify import verify
 from infer.config.flags import refusal
 from infer.errors import InferError
 
@@ -49,7 +50,7 @@ def build_app() -> typer.Typer:
         name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
     )
     app.callback()(_root)
-    for command in (run, chat, serve, pull, plugins):
+    for command in (run, chat, serve, pull, verify, plugins):
         app.command(command.__name__)(command)
     app.add_typer(build_bench())
     app.add_typer(build_artifact())
