@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from infer.artifacts.codec import decode, encode
     from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
     from infer.artifacts.judgement import TOLERANCES, Tolerance
-    from infer.artifacts.reader import ArtifactReader, open_artifact
+    from infer.artifacts.reader import open_artifact
+    from infer.artifacts.reading import ArtifactReader
     from infer.artifacts.receipt import ArtifactReceipt
     from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
     from infer.artifacts.verify import VerifyReport, verify_artifact
@@ -21,7 +22,8 @@ _HOMES = {
     "codec": ("decode", "encode"),
     "generation": ("ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs"),
     "judgement": ("TOLERANCES", "Tolerance"),
-    "reader": ("ArtifactReader", "open_artifact"),
+    "reader": ("open_artifact",),
+    "reading": ("ArtifactReader",),
     "receipt": ("ArtifactReceipt",),
     "request": ("ArtifactRequest", "ManagedTarget", "PresignedTarget", "SinkTarget"),
     "verify": ("VerifyReport", "verify_artifact"),

@@ -1,297 +1,33 @@
-"""Opens an artifact anywhere and reads what is asked for: the manifest first, tensors when wanted, slices without the rest.
-
-Synchronous, for trainers and tools; owns the bytes that it has fetched.
-"""
+"""Opens an artifact anywhere, in either format: the beginning first, arrays when wanted, slices without the rest."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
-import numpy as np
-import zstandard
-from numpy.typing import NDArray
-
-from infer.artifacts.generation import GenerationArtifact, RoutedExperts, SelectedLogprobs
-from infer.artifacts.v1 import manifest as wire
-from infer.artifacts.v1.decoder import (
-    check_frame,
-    decode_v1,
-    read_body,
-    read_manifest,
-    read_prelude,
-    tensor_array,
-)
-from infer.artifacts.v1.limits import CODEC_NONE, MAX_OBJECT_BYTES, PRELUDE_BYTES
-from infer.artifacts.v1.semantics import check_logprobs, check_routes, check_tokens
-from infer.errors import (
-    ArtifactCorruptError,
-    ArtifactError,
-    ArtifactFieldMissingError,
-    StorageNotFoundError,
-    StorageUnavailableError,
-)
-
-_HEAD_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What was found to hold of the whole object."""
-
-    actual_bytes: int
-    sha256: str
-    body_sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceSummary:
-    """What the manifest says of a choice."""
-
-    choice_index: int
-    prompt_token_count: int
-    num_tokens: int
-    contents: tuple[str, ...]
-    route_start: int | None
-    routes_shape: tuple[int, ...] | None
-    routes_dtype: str | None
-    router_ids: tuple[int, ...]
-    expert_counts: tuple[int, ...]
-
-
-class ArtifactReader:
-    """Made by `open_artifact`. Every method raises `ArtifactCorruptError` where the bytes do not hold up."""
-
-    def __init__(self, source: _Source) -> None:
-        self._source = source
-        self._prelude = read_prelude(source.read(0, min(source.size, PRELUDE_BYTES)), source.size)
-        self._manifest = read_manifest(self._read_head(), self._prelude)
-        self._body: memoryview | None = None
-        self._by_index = {choice.choice_index: choice for choice in self._manifest.choices}
-        self.choices = tuple(_summary(choice) for choice in self._manifest.choices)
-        self.actual_bytes = source.size
-        self.codec = "none" if self._prelude.codec == CODEC_NONE else "zstd"
-
-    def tokens(self, choice: int | None = None) -> NDArray[np.int64]:
-        """Prompt and completion token ids."""
-        found = self._choice(choice)
-        array = self._tensor(found.sequence_token_ids)
-        _sound(lambda: check_tokens(array, found.prompt_token_count))
-        return array
-
-    def routes(
-        self, choice: int | None = None, *, layers: Iterable[int] | None = None, tokens: slice | None = None
-    ) -> RoutedExperts:
-        """Routes of some decoder layers and of some absolute token positions (default: all that there are).
-
-        From an uncompressed object only the rows asked for are fetched. Raises `ArtifactFieldMissingError` when the object
-        holds no routes, or none for a layer that was named.
-        """
-        found = self._choice(choice)
-        part = self._component(found, wire.Routes)
-        if len(part.expert_ids.shape) != 3:
-            raise ArtifactCorruptError("expert_ids is not [rows, routers, experts per token]")
-        rows, routers, _ = part.expert_ids.shape
-        first, last = _rows(tokens, part.token_start, rows)
-        ids = self._tensor(part.expert_ids, first, last)
-        # A slice is a sound artifact of fewer tokens, so the one check serves both.
-        end = part.token_start + last + 1
-        if last == rows:
-            end = found.sequence_token_ids.shape[0] if found.sequence_token_ids.shape else 0
-        start = part.token_start + first
-        _sound(lambda: check_routes(ids, start, part.router_ids, part.expert_counts, end))
-        chosen = list(range(routers)) if layers is None else [_router(part, layer) for layer in layers]
-        if layers is not None:
-            ids = np.ascontiguousarray(ids[:, chosen])
-        return RoutedExperts(
-            start, ids, tuple(part.router_ids[n] for n in chosen), tuple(part.expert_counts[n] for n in chosen)
-        )
-
-    def logprobs(self, choice: int | None = None) -> SelectedLogprobs:
-        """Log-probability of every completion token."""
-        found = self._choice(choice)
-        part = self._component(found, wire.Logprobs)
-        values = self._tensor(part.logprobs)
-        num_tokens = prod(found.sequence_token_ids.shape)
-        _sound(lambda: check_logprobs(values, part.token_start, found.prompt_token_count, num_tokens))
-        return SelectedLogprobs(part.token_start, values)
-
-    def artifact(self) -> GenerationArtifact:
-        """Everything, decoded and checked."""
-        return decode_v1(self._source.read(0, self._source.size))
-
-    def verify(self, *, sha256: str | None = None, actual_bytes: int | None = None) -> Verified:
-        """Read and check the whole object, against the receipt's digest and size where they are given."""
-        data = self._source.read(0, self._source.size)
-        digest = hashlib.sha256(data).hexdigest()
-        if actual_bytes is not None and len(data) != actual_bytes:
-            raise ArtifactCorruptError(f"the object has {len(data)} bytes; the receipt says {actual_bytes}")
-        if sha256 is not None and digest != sha256.lower():
-            raise ArtifactCorruptError(f"the object's SHA-256 is {digest}; the receipt says {sha256}")
-        decode_v1(data)
-        body = read_body(memoryview(data)[PRELUDE_BYTES:], self._prelude)
-        return Verified(len(data), digest, hashlib.sha256(body).hexdigest())
-
-    def _read_head(self) -> memoryview:
-        """The body up to the payload, from as few bytes as that takes."""
-        needed = self._prelude.payload_start
-        if self._prelude.codec == CODEC_NONE:
-            return memoryview(self._source.read(PRELUDE_BYTES, PRELUDE_BYTES + needed))
-        length = _HEAD_BYTES
-        while True:
-            encoded = self._source.read(PRELUDE_BYTES, min(self._source.size, PRELUDE_BYTES + length))
-            check_frame(encoded, self._prelude)
-            try:  # a reader hands out no more than it is asked for, whatever the frame holds
-                head = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(encoded).read(needed)
-            except (zstandard.ZstdError, ValueError) as error:
-                raise ArtifactCorruptError(f"the zstd frame is damaged: {str(error)[:200]}") from None
-            if len(head) == needed:
-                return memoryview(head)
-            if PRELUDE_BYTES + length >= self._source.size:
-                raise ArtifactCorruptError(f"the zstd frame ends within the manifest ({len(head)} of {needed} bytes)")
-            length *= 8
-
-    def _tensor(self, tensor: wire.Tensor, first: int = 0, last: int | None = None) -> NDArray[Any]:
-        """Rows `first` to `last` of a tensor as an array of its own, or all of it."""
-        whole = last is None or (first == 0 and last == tensor.shape[0])
-        if not whole and last is not None:
-            row = tensor.byte_count // tensor.shape[0]
-            shape = (last - first, *tensor.shape[1:])
-            tensor = wire.Tensor((last - first) * row, tensor.dtype, tensor.offset + first * row, shape)
-        start = PRELUDE_BYTES + self._prelude.payload_start + tensor.offset
-        if self._prelude.codec == CODEC_NONE:
-            data = self._source.read(start, start + tensor.byte_count)
-            return tensor_array(memoryview(data), tensor, tensor.offset)
-        if self._body is None:
-            self._body = read_body(memoryview(self._source.read(PRELUDE_BYTES, self._source.size)), self._prelude)
-        array = tensor_array(self._body[self._prelude.payload_start :], tensor)
-        if not whole:  # the rest may go
-            array = array.copy()
-            array.flags.writeable = False
-        return array
-
-    def _choice(self, index: int | None) -> wire.Choice:
-        if index is None:
-            return self._manifest.choices[0]
-        if index not in self._by_index:
-            raise ArtifactFieldMissingError(f"there is no choice {index}; there are {sorted(self._by_index)}")
-        return self._by_index[index]
-
-    def _component(self, choice: wire.Choice, kind: type[Any]) -> Any:
-        for component in choice.components:
-            if isinstance(component, kind):
-                return component
-        name = "moe_routes" if kind is wire.Routes else "selected_logprobs"
-        raise ArtifactFieldMissingError(f"choice {choice.choice_index} of this artifact holds no {name}")
+from infer.artifacts.byte_source import open_source
+from infer.artifacts.reading import ArtifactReader
+from infer.artifacts.v1.reader import V1Reader
+from infer.artifacts.v2.limits import MAGIC
+from infer.artifacts.v2.reader import V2Reader
+from infer.errors import ArtifactError
 
 
 def open_artifact(
     source: str | os.PathLike[str] | bytes | bytearray | memoryview,
     *,
     storage_options: Mapping[str, Any] | None = None,
+    parent: ArtifactReader | None = None,
 ) -> ArtifactReader:
     """Open bytes, a path or any fsspec URL; only the beginning is read.
 
-    `storage_options` are the filesystem's. Raises `ArtifactCorruptError`, `StorageNotFoundError`, `StorageUnavailableError`.
+    `storage_options` are the filesystem's. `parent` is the reader of the artifact that a delta continues: rows that the
+    delta leaves out come from there. Raises `ArtifactCorruptError`, `StorageNotFoundError`, `StorageUnavailableError`.
     """
-    if isinstance(source, bytes | bytearray | memoryview):
-        return ArtifactReader(_Bytes(source))
-    return ArtifactReader(_Remote(os.fspath(source), dict(storage_options or {})))
-
-
-class _Source:
-    """Bytes somewhere; `read` gives exactly the range or raises."""
-
-    size: int
-
-    def read(self, start: int, end: int) -> bytes | memoryview:
-        raise NotImplementedError
-
-
-class _Bytes(_Source):
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._data = memoryview(data).cast("B").toreadonly()
-        self.size = len(self._data)
-
-    def read(self, start: int, end: int) -> memoryview:
-        return self._data[start:end]
-
-
-class _Remote(_Source):
-    def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self._uri = uri
-        try:
-            self._filesystem, self._path = fsspec.core.url_to_fs(uri, **options)
-            self.size = int(self._filesystem.info(self._path)["size"] or 0)
-        except FileNotFoundError:
-            raise StorageNotFoundError(f"{uri} does not exist") from None
-        except ImportError as error:
-            raise StorageUnavailableError(
-                f"{uri} needs another package ({error}); s3:// comes with `pip install 'infer-engine[s3]'`"
-            ) from error
-        except Exception as error:  # every filesystem has exceptions of its own
-            raise StorageUnavailableError(f"{uri} cannot be opened ({type(error).__name__}: {error})") from error
-
-    def read(self, start: int, end: int) -> bytes:
-        if end - start > MAX_OBJECT_BYTES:
-            raise ArtifactCorruptError(f"{self._uri} is larger than any artifact")
-        if end <= start:
-            return b""
-        try:
-            data: bytes = self._filesystem.cat_file(self._path, start=start, end=end)
-        except FileNotFoundError:
-            raise StorageNotFoundError(f"{self._uri} does not exist") from None
-        except Exception as error:
-            raise StorageUnavailableError(f"{self._uri} cannot be read ({type(error).__name__}: {error})") from error
-        if len(data) == self.size and start > 0:  # a server that knows no ranges
-            data = data[start:end]
-        if len(data) != end - start:
-            raise ArtifactCorruptError(f"{self._uri}: {len(data)} bytes came for the range {start}-{end}")
-        return data
-
-
-def _summary(choice: wire.Choice) -> ChoiceSummary:
-    routes = next((part for part in choice.components if isinstance(part, wire.Routes)), None)
-    names = ["moe_routes" if isinstance(part, wire.Routes) else "selected_logprobs" for part in choice.components]
-    return ChoiceSummary(
-        choice_index=choice.choice_index,
-        prompt_token_count=choice.prompt_token_count,
-        num_tokens=prod(choice.sequence_token_ids.shape),
-        contents=tuple(sorted(names)),
-        route_start=routes.token_start if routes else None,
-        routes_shape=routes.expert_ids.shape if routes else None,
-        routes_dtype=routes.expert_ids.dtype if routes else None,
-        router_ids=routes.router_ids if routes else (),
-        expert_counts=routes.expert_counts if routes else (),
-    )
-
-
-def _rows(tokens: slice | None, token_start: int, rows: int) -> tuple[int, int]:
-    """Row numbers of a slice of absolute positions."""
-    if tokens is None:
-        return 0, rows
-    if tokens.step not in (None, 1):
-        raise ArtifactError(f"tokens={tokens!r}: rows are read in one piece; take every n-th of the result")
-    first, last, _ = tokens.indices(token_start + rows)
-    first = max(first, token_start) - token_start
-    return first, max(first, last - token_start)
-
-
-def _router(part: wire.Routes, layer: int) -> int:
-    try:
-        return part.router_ids.index(layer)
-    except ValueError:
-        known = ", ".join(map(str, part.router_ids[:64]))
-        raise ArtifactFieldMissingError(f"layer {layer} has no router here; those with one are {known}") from None
-
-
-def _sound(check: Any) -> None:
-    try:
-        check()
-    except ArtifactError as error:
-        raise ArtifactCorruptError(str(error)) from None
+    opened = open_source(source, storage_options)
+    if bytes(opened.read(0, min(opened.size, len(MAGIC)))) == MAGIC:
+        return V2Reader(opened, parent=parent)
+    if parent is not None:
+        raise ArtifactError("only an artifact of format generation_artifact_v2 has a parent")
+    return V1Reader(opened)

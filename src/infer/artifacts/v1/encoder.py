@@ -88,7 +88,7 @@ class _Layout:
     def add_choice(self, choice: ArtifactChoice) -> wire.Choice:
         index = integer(choice.choice_index, "choice_index")
         prompt = integer(choice.prompt_token_count, "prompt_token_count")
-        tokens = _integers(choice.sequence_token_ids, "sequence_token_ids", 1, (self._max - self.size) // 8)
+        tokens = integer_array(choice.sequence_token_ids, "sequence_token_ids", 1, (self._max - self.size) // 8)
         check_tokens(tokens, prompt)
         sequence = self._place(tokens, "i64")
         components: list[wire.Routes | wire.Logprobs] = []
@@ -107,7 +107,7 @@ class _Layout:
         start = integer(routes.token_start, "moe_routes token_start")
         routers = tuple(integer(value, "router_ids") for value in routes.router_ids)
         counts = tuple(integer(value, "expert_counts", 1) for value in routes.expert_counts)
-        ids = _integers(routes.expert_ids, "expert_ids", 3, self._max - self.size)
+        ids = integer_array(routes.expert_ids, "expert_ids", 3, self._max - self.size)
         check_routes(ids, start, routers, counts, num_tokens)
         dtype = ROUTE_DTYPE[id_width(int(ids.max()) if ids.size else 0)]
         return wire.Routes(
@@ -116,7 +116,7 @@ class _Layout:
 
     def _logprobs(self, logprobs: SelectedLogprobs, prompt: int, num_tokens: int) -> wire.Logprobs:
         start = integer(logprobs.token_start, "selected_logprobs token_start")
-        values = _floats(logprobs.logprobs, (self._max - self.size) // 4)
+        values = float_array(logprobs.logprobs, (self._max - self.size) // 4)
         check_logprobs(values, start, prompt, num_tokens)
         return wire.Logprobs(logprobs=self._place(values, "fp32"), token_start=start)
 
@@ -181,7 +181,7 @@ def _pieces(head: Iterable[memoryview], tensors: Iterable[tuple[NDArray[Any], np
             yield np.ascontiguousarray(flat[start : start + step], dtype=dtype).data.cast("B")
 
 
-def _integers(value: Any, name: str, rank: int, allowance: int) -> NDArray[Any]:
+def integer_array(value: Any, name: str, rank: int, allowance: int) -> NDArray[Any]:
     """A read-only integer array of at most `allowance` elements; that is checked before anything is copied."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iu":
@@ -229,7 +229,7 @@ def _rows(value: Any, shape: tuple[int, ...], name: str) -> Iterator[Sequence[An
         yield from _rows(part, shape[1:], name)
 
 
-def _floats(value: Any, allowance: int) -> NDArray[Any]:
+def float_array(value: Any, allowance: int) -> NDArray[Any]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
         raise malformed("logprobs must be an array of numbers")
     if len(value) > allowance:

@@ -1,0 +1,96 @@
+"""Bytes somewhere, read in ranges: in memory, or behind any fsspec URL. Synchronous; keeps the beginning once read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from infer.errors import ArtifactCorruptError, StorageNotFoundError, StorageUnavailableError
+
+HEAD_BYTES = 1 << 14
+"""What the first request fetches: prelude and, as a rule, the whole header."""
+
+
+class ByteSource:
+    """`read` gives exactly the range or raises."""
+
+    size: int
+
+    def read(self, start: int, end: int) -> bytes | memoryview:
+        raise NotImplementedError
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        """Several ranges, at the same time where the store can."""
+        return [self.read(start, end) for start, end in ranges]
+
+
+class MemorySource(ByteSource):
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._data = memoryview(data).cast("B").toreadonly()
+        self.size = len(self._data)
+
+    def read(self, start: int, end: int) -> memoryview:
+        return self._data[start:end]
+
+
+class RemoteSource(ByteSource):
+    """The first `HEAD_BYTES` are fetched once, and what lies within them is served from there."""
+
+    def __init__(self, uri: str, options: dict[str, Any]) -> None:
+        self._uri = uri
+        try:
+            self._filesystem, self._path = fsspec.core.url_to_fs(uri, **options)
+            self.size = int(self._filesystem.info(self._path)["size"] or 0)
+        except FileNotFoundError:
+            raise StorageNotFoundError(f"{uri} does not exist") from None
+        except ImportError as error:
+            raise StorageUnavailableError(
+                f"{uri} needs another package ({error}); s3:// comes with `pip install 'infer-engine[s3]'`"
+            ) from error
+        except Exception as error:  # every filesystem has exceptions of its own
+            raise StorageUnavailableError(f"{uri} cannot be opened ({type(error).__name__}: {error})") from error
+        self._head = b""
+        self._head = bytes(self._fetch([(0, min(self.size, HEAD_BYTES))])[0])
+
+    def read(self, start: int, end: int) -> bytes | memoryview:
+        return self.read_many([(start, end)])[0]
+
+    def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
+        wanted = [(start, end) for start, end in ranges if end > len(self._head) and end > start]
+        fetched = iter(self._fetch(wanted))
+        head = memoryview(self._head)
+        return [next(fetched) if pair in wanted else head[pair[0] : pair[1]] for pair in ranges]
+
+    def _fetch(self, ranges: list[tuple[int, int]]) -> list[bytes | memoryview]:
+        if not any(end > start for start, end in ranges):
+            return [b"" for _ in ranges]
+        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+        try:
+            if len(ranges) == 1:
+                found = [self._filesystem.cat_file(self._path, start=starts[0], end=ends[0])]
+            else:
+                found = self._filesystem.cat_ranges([self._path] * len(ranges), starts, ends, on_error="raise")
+        except FileNotFoundError:
+            raise StorageNotFoundError(f"{self._uri} does not exist") from None
+        except Exception as error:
+            raise StorageUnavailableError(f"{self._uri} cannot be read ({type(error).__name__}: {error})") from error
+        return [self._exact(data, start, end) for data, (start, end) in zip(found, ranges, strict=True)]
+
+    def _exact(self, data: bytes, start: int, end: int) -> bytes:
+        if len(data) == self.size and end - start < self.size:  # a server that knows no ranges
+            data = data[start:end]
+        if len(data) != end - start:
+            raise ArtifactCorruptError(f"{self._uri}: {len(data)} bytes came for the range {start}-{end}")
+        return data
+
+
+def open_source(
+    source: str | os.PathLike[str] | bytes | bytearray | memoryview, storage_options: Mapping[str, Any] | None = None
+) -> ByteSource:
+    """Bytes, a path or any fsspec URL. Raises `StorageNotFoundError`, `StorageUnavailableError`."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return MemorySource(source)
+    return RemoteSource(os.fspath(source), dict(storage_options or {}))
