@@ -174,6 +174,9 @@ class StepResult(msgspec.Struct):
     aux: dict[int, AuxRows] = msgspec.field(default_factory=dict)
     """Index in the result's lists -> captured rows of that request."""
     aux_refused: list[tuple[str, bytes, int]] = msgspec.field(default_factory=list)
-    """Objects the store had no room for: their blocks count as missing."""
+    """Objects that are not in the store, though their hash was sent: it had no room, or the rows are not to be trusted.
+    Their blocks count as missing. May be told some steps later."""
+    aux_uniform_blocks: int = 0
+    """Captured blocks whose cells are all equal: legal, and a sign of a broken router."""
     seconds: float = 0.0
     """Worker wall time of the step."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from infer.config.capture import CaptureProfile
 from infer.config.model import KVLayout, ModelFootprint
 from infer.engine.sampling.sampler import workspace_bytes
 from infer.layers.parameter import Layer, named_parameters
@@ -29,14 +30,20 @@ LARGEST_REAL = 2**16
 """Elements; larger tensors made while the model is built have a shape but no storage."""
 
 
-def measure_footprint(build: Callable[[Ops, torch.device], CausalLM], vocab_size: int) -> ModelFootprint:
-    """`build` makes the model with the given ops on the given device -> the model's footprint.
+def measure_footprint(
+    build: Callable[[Ops, torch.device], CausalLM],
+    vocab_size: int,
+    captures: Callable[[CausalLM], tuple[CaptureProfile, ...]] = lambda model: (),
+) -> ModelFootprint:
+    """`build` makes the model with the given ops on the given device -> the model's footprint. `captures` says what is
+    captured from it.
 
     Weights are on the meta device, everything small on CPU. (All on meta would be simpler, but arithmetic there
     imports torch's whole compiler: a second and a hundred megabytes.)
     """
     with _WeightsOnMeta():
         model = build(shape_ops(), CPU)
+    profiles = captures(model)
     layout = model.kv_layout()
     try:
         per_token, per_row = _trace(model, layout)
@@ -49,6 +56,7 @@ def measure_footprint(build: Callable[[Ops, torch.device], CausalLM], vocab_size
         logits_bytes_per_row=per_row,
         sampler_bytes=workspace_bytes(vocab_size),
         kv_layout=layout,
+        captures=profiles,
     )
 
 

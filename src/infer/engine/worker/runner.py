@@ -18,6 +18,7 @@ from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
+from infer.engine.worker.capture import CapturedStep, RowCapture
 from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
 from infer.plugins.model import CausalLM
 from infer.plugins.platform import Platform
@@ -34,6 +35,7 @@ class Runner:
         kv: KVTensors,
         vocab_size: int,
         weight_bytes: int,
+        capture: RowCapture | None = None,
     ) -> None:
         self._model: CausalLM | None = model
         self._platform = platform
@@ -42,6 +44,7 @@ class Runner:
         self._vocab_size = vocab_size
         self._weight_bytes = weight_bytes
         self._workspace_bytes = 0
+        self._capture = capture
         self._batch = self._new_batch()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -49,20 +52,33 @@ class Runner:
         started = time.perf_counter()
         num_results = len(plan.slots) + len(plan.forks)
         result = StepResult(plan.step_id, [[] for _ in range(num_results)], [None] * num_results)
+        capture = self._capture
         with self._platform.step_context():
-            self._batch.apply(plan)
-            if len(plan.slots):
-                self._run(self._batch.arrange(plan), result)
-            self._copy_blocks(plan.copies)
+            step = None if capture is None else capture.begin_step(plan)
+            rows = None
+            try:
+                self._batch.apply(plan)
+                if len(plan.slots):
+                    rows = self._batch.arrange(plan)
+                    self._run(rows, result, step)
+                self._copy_blocks(plan.copies)
+            except BaseException:
+                if capture is not None and step is not None:
+                    capture.abandon(step)
+                raise
+            if capture is not None and step is not None:
+                capture.process(step, rows, result)
         result.seconds = time.perf_counter() - started
         return result
 
     def measured(self) -> dict[str, int]:
-        """Bytes of live tensor storages: weights and kv_cache; workspace is the memory the warm-up step added."""
+        """Bytes of live tensor storages: weights and kv_cache; workspace is the memory the warm-up step added; capture is
+        taps and stores (whose pages are used when they are first written)."""
         return {
             "weights": self._weight_bytes,
             "kv_cache": storage_bytes(tensor for pair in self._kv.values() for tensor in pair),
             "workspace": self._workspace_bytes,
+            "capture": 0 if self._capture is None else self._capture.num_bytes(),
         }
 
     def warm_up(self) -> None:
@@ -87,7 +103,10 @@ class Runner:
             new_blocks=[],
             freed_slots=[],
         )
-        self.execute(plan)
+        if self._capture is None:
+            self.execute(plan)
+        else:
+            self._capture.probe(plan.num_tokens, lambda: self.execute(plan))
         self._platform.synchronize()
         self._workspace_bytes = max(0, self._platform.memory_in_use() - before)
         self._batch = self._new_batch()
@@ -97,6 +116,8 @@ class Runner:
     def close(self) -> None:
         """Drop model, cache and platform. A second call does nothing."""
         if self._model is not None:
+            if self._capture is not None:
+                self._capture.close()
             self._model = None
             self._kv = {}
             self._platform.close()
@@ -117,9 +138,11 @@ class Runner:
             raise RuntimeError("the runner is closed")
         return self._model
 
-    def _run(self, rows: StepRows, result: StepResult) -> None:
+    def _run(self, rows: StepRows, result: StepResult, step: CapturedStep | None) -> None:
         model = self._loaded()
         hidden = model.forward(self._batch.forward_batch(rows, self._kv))
+        if self._capture is not None and step is not None:
+            self._capture.snapshot(step, rows)
         errors = self._batch.poisoned(rows)
         entries, failed = self._prompt_logprobs(rows, hidden)
         errors.update(failed)
