@@ -30,7 +30,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Content identity; root of the KV hash chain."""
     vocab_size: int
     max_position: int
-    """Context the checkpoint was trained for, in tokens."""
+    """Context the checkpoint was made for, in tokens: what it was trained with, or what yarn extends that to."""
     dtype: str
     """Checkpoint dtype: "bfloat16", "float16" or "float32" (for a quantised GGUF "bfloat16")."""
     bos_token_id: int | None

@@ -162,7 +162,7 @@ def _build(
         architecture=architecture,
         identity=identity,
         vocab_size=vocab_size,
-        max_position=_size(facts, "max_position_embeddings", source),
+        max_position=_max_position(facts, source),
         dtype=dtype,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
@@ -242,6 +242,19 @@ def _sampling_values(values: dict[str, Any], source: str) -> dict[str, Any]:
     except InvalidRequestError as error:
         raise ModelError(f"{source}: {error}; correct the file") from None
     return result
+
+
+def _max_position(facts: dict[str, Any], source: str) -> int:
+    """The stated context, or as far as yarn reaches: publishers who add it often leave the context as it was."""
+    stated = _size(facts, "max_position_embeddings", source)
+    section = facts.get("rope_scaling") or facts.get("rope_parameters")
+    if not isinstance(section, dict) or section.get("rope_type", section.get("type")) != "yarn":
+        return stated
+    factor = section.get("factor")
+    trained = facts.get("original_max_position_embeddings") or section.get("original_max_position_embeddings")
+    if not isinstance(factor, int | float) or not isinstance(trained, int) or not 1 <= factor * trained < 2**31:
+        return stated  # silent, or for the model's own reading to refuse
+    return max(stated, int(factor * trained))
 
 
 def _size(facts: dict[str, Any], key: str, source: str) -> int:

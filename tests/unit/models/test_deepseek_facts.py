@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from infer.artifacts.router_layout import check_agreement, declared_layout, derived_layout
 from infer.backends.reference.platform import OPS
 from infer.config.engine import PluginsSection
 from infer.config.kv_sizing import bytes_per_block
@@ -141,6 +142,16 @@ def test_relatives_with_other_routers_or_attention_are_refused(architecture: str
     """RE-07: V4 routes its first layers by the hash of the token; V3.2 attends sparsely."""
     with pytest.raises(UnsupportedModelError, match=architecture):
         choose_model(build_registry(PluginsSection()), architecture)
+
+
+def test_the_router_layout_that_artifacts_derive_is_the_models_own() -> None:
+    """RE-11: whoever reads config.json and who asks the model name the same absolute layers."""
+    for example in (V2, V3):
+        config = example | {"num_hidden_layers": 6, "first_k_dense_replace": 3}
+        declared = declared_layout(plan(config).routed_layers())
+        check_agreement(declared, derived_layout([config]))
+        assert declared.router_ids == (3, 4, 5)
+    assert plan(V3 | {"first_k_dense_replace": 3}).routed_layers() == ()
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -43,6 +43,28 @@ def write(directory: Path, config: Any = CONFIG, generation: Any = None) -> Path
     return directory
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        ({"factor": 4, "original_max_position_embeddings": 512}, 2048),
+        ({"factor": 2.0, "original_max_position_embeddings": 512}, 2048),
+        ({"factor": 4.0}, 2048),
+        ({"factor": None, "original_max_position_embeddings": 1024}, 2048),
+        ({"factor": float("nan"), "original_max_position_embeddings": 1024}, 2048),
+        ({"factor": 1e300, "original_max_position_embeddings": 1024}, 2048),
+        ({"factor": "4", "original_max_position_embeddings": 1024}, 2048),
+        ({"factor": 4.0, "original_max_position_embeddings": 1024, "rope_type": "linear"}, 2048),
+    ],
+    ids=str,
+)
+def test_yarn_extends_the_context(tmp_path: Path, changes: dict[str, Any], expected: int) -> None:
+    """Qwen's cards add the section and leave max_position_embeddings; other kinds of scaling are stated in it."""
+    for key in ("rope_scaling", "rope_parameters"):
+        scaled = CONFIG | {key: {"rope_type": "yarn"} | changes}
+        assert read(write(tmp_path / key, scaled)).max_position == expected
+
+
 def test_directory_with_both_files(tmp_path: Path) -> None:
     generation = {"eos_token_id": [2, 7, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.9, "do_sample": True}
     found = read(write(tmp_path, CONFIG, generation))
