@@ -100,6 +100,11 @@ class StepError(EngineError):
     """The step that carried this request failed; the engine goes on. `__cause__` is the original exception."""
 
 
+class SamplingError(StepError):
+    """No token could be sampled for this request: of its logits nothing was left, or they were not finite. Its settings
+    alone did not show it. The other requests of the step went on."""
+
+
 class EngineClosedError(EngineError):
     """The engine was closed (or never entered) when it was used."""
 

@@ -290,7 +290,8 @@ def check_poison(model: Path, count: int, seed: int) -> None:
     assert all(completion.token_ids == solo.token_ids for completion in healthy) and len(healthy) > count // 100
     # Both kinds of end were seen, and what the worker was given to choke on ended as a failed step of its own.
     assert outcomes["length"] > count // 20 and outcomes["InvalidRequestError"] > count // 4
-    assert outcomes["ContextLengthError"] and outcomes["StepError"] and planted.total() >= outcomes["StepError"]
+    assert outcomes["ContextLengthError"] and outcomes["SamplingError"]
+    assert planted.total() >= outcomes["SamplingError"] and not outcomes["StepError"]
 
 
 @pytest.mark.row("X-POISON", "500 fuzzed requests, every healthy companion finishes with its solo tokens")

@@ -23,6 +23,7 @@ from infer.errors import (
     InvalidRequestError,
     QueueFullError,
     RequestError,
+    SamplingError,
     StepError,
 )
 
@@ -58,6 +59,7 @@ _STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (
     (ArtifactRefusedError, 400, "artifact_refused"),
     (EngineDeadError, 503, "engine_dead"),
     (EngineClosedError, 503, "engine_closed"),
+    (SamplingError, 500, "sampling_failed"),
     (StepError, 500, "step_failed"),
     (EngineError, 500, "engine_error"),
     (InferError, 500, None),

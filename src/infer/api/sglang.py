@@ -81,8 +81,15 @@ async def generate(call: Call) -> Response | None:
     generation.check_choices(max(item.ask.params.n for item in items), len(items))
     if any(item.ask.params.n > 1 for item in items):
         batched = True
-    asks = [item.ask for item in items]
     writer = Writer(call.context, body)
+    with generation.renamed(_THEIR_NAME, "sampling_params"):
+        return await _answer(call, body, writer, items, batched)
+
+
+async def _answer(
+    call: Call, body: GenerateBody, writer: Writer, items: Sequence[Item], batched: bool
+) -> Response | None:
+    asks = [item.ask for item in items]
     if not body.stream:
         done = await generation.generate_all(call, asks)
         replies = [

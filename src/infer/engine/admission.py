@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
+from infer.engine.feasibility import check_feasible
 from infer.engine.prompts import PromptEncoder
 from infer.engine.step import SamplingSpec
 from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError, shown
@@ -82,7 +83,8 @@ class Admission:
         if not params.ignore_eos:
             for token_id in dict.fromkeys((*self._model.eos_token_ids, *self._tokenizer.eos_token_ids)):
                 stop_ids.setdefault(token_id, None)
-        spec = self._spec(params, stop_ids)
+        spec = self._spec(params, stop_ids, params.wants_logprobs or private_logprobs)
+        check_feasible(spec, prompt_ids, stop_ids, max_tokens, self._model.vocab_size)
         specs = [spec] + [_choice_spec(spec, index) for index in range(1, params.n)]
         return Admitted(
             prompt_ids=tuple(prompt_ids),
@@ -195,7 +197,7 @@ class Admission:
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-                if ids:
+                if ids and max(ids) < self._model.vocab_size:  # what the model cannot write needs no ban
                     sequences[ids] = None
         return tuple(sequences)
 

@@ -5,8 +5,8 @@ Runs in request tasks.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +128,17 @@ def make_asks(
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+@contextmanager
+def renamed(names: Mapping[str, str], place: str) -> Iterator[None]:
+    """Refusals of a sampling parameter say the name that the route has for it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.parameter in names:
+            error.parameter = f"{place}.{names[error.parameter]}"
+        raise
 
 
 async def generate_all(call: Call, asks: Sequence[Ask]) -> list[Completion]:

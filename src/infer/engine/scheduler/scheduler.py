@@ -17,7 +17,7 @@ from infer.engine.request import Request, Status
 from infer.engine.scheduler.budget import ScheduledStep, StepDraft
 from infer.engine.scheduler.policy import WaitingQueue, victim
 from infer.engine.step import PositionLogprobs, SlotAdmission, StepResult
-from infer.errors import StepError
+from infer.errors import SamplingError, StepError
 from infer.types import FinishReason
 
 
@@ -235,7 +235,7 @@ class Scheduler:
             token_ids = result.token_ids[row]
             reason = result.errors.get(row) or ("the step drew no token for it" if drawn and not token_ids else None)
             if reason is not None:
-                request.finish("error", error=StepError(f"request {request.request_id!r}: {reason}"))
+                request.finish("error", error=SamplingError(f"request {request.request_id!r}: {reason}"))
                 ended.append(request)
                 request.deliver()
                 continue
