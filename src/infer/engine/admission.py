@@ -83,7 +83,7 @@ class Admission:
         if not params.ignore_eos:
             for token_id in dict.fromkeys((*self._model.eos_token_ids, *self._tokenizer.eos_token_ids)):
                 stop_ids.setdefault(token_id, None)
-        spec = self._spec(params, stop_ids, params.wants_logprobs or private_logprobs)
+        spec = self._spec(params, stop_ids)
         check_feasible(spec, prompt_ids, stop_ids, max_tokens, self._model.vocab_size)
         specs = [spec] + [_choice_spec(spec, index) for index in range(1, params.n)]
         return Admitted(
