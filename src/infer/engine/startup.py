@@ -134,7 +134,10 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     if not config.model.skip_tokenizer:
         tokenizer = _load_tokenizer(registry, Path(config.model.tokenizer) if config.model.tokenizer else found.path)
     template = _chat_template(config.model.chat_template or tokenizer.chat_template, tokenizer)
-    builder = WorkerBuilder(registry, model, config.platform.name, config.platform.threads)
+    platform = config.platform
+    builder = WorkerBuilder(
+        registry, model, platform.name, platform.threads, environment.cache_dir, capture=config.capture
+    )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)
     footprint = builder.footprint(dtype, choose_cache_dtype(config, dtype))

@@ -5,17 +5,26 @@ Every method but `limits` runs on the thread that will execute steps; owns the p
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from infer.config.capture import CaptureSection, ResolvedCapture
 from infer.config.model import KVLayout, ModelConfig, ModelFootprint
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import ResolvedConfig
+from infer.engine.worker.background_store import BackgroundStore
+from infer.engine.worker.block_store import private_store, shared_store
+from infer.engine.worker.capture import RowCapture
+from infer.engine.worker.captured_fields import CapturedField, captured_fields
 from infer.engine.worker.footprint import measure_footprint
 from infer.engine.worker.input_batch import KVTensors
 from infer.engine.worker.runner import Runner
+from infer.engine.worker.taps import make_tap
 from infer.errors import ConfigError, PluginConflictError, UnsupportedModelError
+from infer.plugins.artifact_field import TapFacts
 from infer.plugins.model import BuildContext, CausalLM, ModelSpec
 from infer.plugins.model_source import ProgressCallback
 from infer.plugins.platform import Ops, Platform, PlatformSpec, Probe
@@ -31,14 +40,24 @@ ALIGNMENT = 64
 class WorkerBuilder:
     """One model on one platform. The order of use is `limits`, `footprint`, `build`."""
 
-    def __init__(self, registry: Registry, model: ModelConfig, platform: str, threads: int | None) -> None:
-        """Choose the plugins. `platform` is a name or "auto". Raises `ConfigError`, `UnsupportedModelError` or `PluginError`."""
+    def __init__(
+        self,
+        registry: Registry,
+        model: ModelConfig,
+        platform: str,
+        threads: int | None,
+        cache_dir: Path | None = None,
+        capture: CaptureSection | None = None,
+    ) -> None:
+        """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels. Raises `ConfigError`, `UnsupportedModelError` or `PluginError`."""
         self._registry = registry
         self._config = model
+        self._capture = capture or CaptureSection()
         self._model_spec = choose_model(registry, model.architecture)
         self._quant_spec = choose_quant_method(registry, model)
         spec = choose_platform(registry, platform)
-        self._platform: Platform = registry.create("platform", spec.name, threads)
+        keep = {"cache_dir": cache_dir} if spec.compiles else {}
+        self._platform: Platform = registry.create("platform", spec.name, threads, **keep)
 
     def limits(self) -> PlatformLimits:
         """What the platform offers now."""
@@ -53,7 +72,11 @@ class WorkerBuilder:
                 f"{', '.join(self._quant_spec.dtypes)}; choose one of these",
                 fields=("model.dtype",),
             )
-        return measure_footprint(lambda ops, device: self._create_model(ops, dtype, device), self._config.vocab_size)
+        return measure_footprint(
+            lambda ops, device: self._create_model(ops, dtype, device),
+            self._config.vocab_size,
+            lambda model: tuple(captured.profile for captured in self._captured_fields(model, dtype)[1]),
+        )
 
     def build(self, resolved: ResolvedConfig, progress: ProgressCallback | None = None) -> Runner:
         """Load the weights, allocate the KV cache, and run the widest step once."""
@@ -66,13 +89,20 @@ class WorkerBuilder:
         finally:
             checkpoint.close()
         kv = allocate_kv(model.kv_layout(), resolved, platform.device)
-        runner = Runner(model, platform, resolved, kv, self._config.vocab_size, parameter_bytes(model))
+        capture = None
+        if resolved.capture is not None:
+            facts, fields = self._captured_fields(model, resolved.dtype)
+            capture = make_capture(facts, fields, model, resolved.capture, platform)
+        runner = Runner(model, platform, resolved, kv, self._config.vocab_size, parameter_bytes(model), capture)
         runner.warm_up()
         return runner
 
     def close(self) -> None:
         """Give the platform back when no runner was built."""
         self._platform.close()
+
+    def _captured_fields(self, model: CausalLM, dtype: str) -> tuple[TapFacts, tuple[CapturedField, ...]]:
+        return captured_fields(self._registry, self._capture, model, self._config, dtype)
 
     def _create_model(self, ops: Ops, dtype: str, device: torch.device) -> CausalLM:
         quant: QuantMethod = self._registry.create("quant_method", self._quant_spec.name, self._config.quantization)
@@ -147,6 +177,32 @@ def allocate_kv(layout: KVLayout, resolved: ResolvedConfig, device: torch.device
         keys, values = (zeros((*shape, size), dtype, device) for size in layer.head_sizes)
         kv[layer.layer_id] = (keys, values)
     return kv
+
+
+def make_capture(
+    facts: TapFacts, fields: tuple[CapturedField, ...], model: CausalLM, resolved: ResolvedCapture, platform: Platform
+) -> RowCapture:
+    """Taps, and a store for each field. Raises `ConfigError` when the store cannot be had."""
+    if tuple(captured.profile for captured in fields) != resolved.profiles:
+        raise ConfigError(
+            "the loaded model does not give the rows that were planned for: "
+            f"{[captured.profile for captured in fields]}, not {list(resolved.profiles)}",
+            fields=("capture.fields",),
+        )
+    taps = {
+        name: make_tap(name, model, facts, resolved.max_step_tokens, platform.device)
+        for name in dict.fromkeys(captured.tap for captured in fields)
+    }
+    stores = {}
+    for captured in fields:
+        size = resolved.block_size * captured.profile.row_bytes
+        count = resolved.num_objects[captured.profile.name]
+        if resolved.shared_memory:
+            store = shared_store(size, count, platform.limits().available_memory)
+        else:
+            store = private_store(size, count)
+        stores[captured.profile.name] = BackgroundStore(store, resolved.queue_size)
+    return RowCapture(fields, taps, stores, resolved)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
