@@ -12,7 +12,7 @@ from itertools import groupby
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.api import generate, health, metrics, ollama, render, sglang, utility
+from infer.api import generate, health, metrics, ollama, render, render_completions, sglang, utility
 from infer.api.auth import key_digests
 from infer.api.context import ApiContext, CallRegister
 from infer.api.errors import ApiError, error_response
@@ -34,6 +34,7 @@ TOPICS: tuple[Topic, ...] = (
     chat.routes,
     completions.routes,
     render.routes,
+    render_completions.routes,
     generate.routes,
     sglang.routes,
     ollama.routes,

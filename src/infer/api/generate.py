@@ -15,7 +15,7 @@ from starlette.responses import Response
 from infer.api.context import ApiContext
 from infer.api.fields import Body, BodyModel, Unsupported
 from infer.api.openai import generation
-from infer.api.openai.logprobs import LOWEST, chat_logprobs
+from infer.api.openai.logprobs import LOWEST, chat_logprobs, kept_set, scored
 from infer.api.openai.models import check_model
 from infer.api.openai.schemas import MAX_PRIORITY, StreamOptions
 from infer.api.routing import ApiRoute, Call
@@ -65,6 +65,7 @@ _SAME_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos",
     "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprobs_mode",
+    "logprob_token_ids", "return_kept_set", "forced_token_ids",
 )
 # fmt: on
 
@@ -101,12 +102,11 @@ SAMPLING = Body(
         "structured_outputs": Unsupported(note="structured output is not there yet"),
         "guided_decoding": Unsupported(note="structured output is not there yet"),
         "logits_processors": Unsupported(note=_LATER),
-        "logprob_token_ids": Unsupported(note=_LATER),
         "thinking_token_budget": Unsupported(note=_LATER),
         "repetition_detection": Unsupported(note=_LATER),
         "routed_experts_prompt_start": Unsupported(note="routed experts are not there yet"),
         "return_routed_experts": Unsupported(note="routed experts are not there yet"),
-        "return_sampling_mask": Unsupported(note=_LATER),
+        "return_sampling_mask": Unsupported(note="ask for return_kept_set: the ids that stayed, and their mass"),
         "skip_reading_prefix_cache": Unsupported(note="give a cache_salt of the request's own"),
         "extra_args": Unsupported(note="it belongs to vLLM's plugins, ignored", refused=False),
     },
@@ -140,7 +140,7 @@ async def generate(call: Call) -> Response | None:
             cache_salt=body.cache_salt,
             deadline=generation.deadline_of(body, settings),
         )
-        writer = GenerateWriter(call.context, body, model, ask.request_id)
+        writer = GenerateWriter(call.context, body, model, ask.request_id, params.logprob_token_ids or ())
         if not body.stream:
             [done] = await generation.generate_all(call, [ask])
             return call.json(writer.reply(done))
@@ -168,7 +168,9 @@ def token_params(data: dict[str, Any], call: Call) -> SamplingParams:
 class GenerateWriter:
     """Writes one call's reply, or its chunks."""
 
-    def __init__(self, context: ApiContext, body: GenerateBody, model: str, request_id: str) -> None:
+    def __init__(
+        self, context: ApiContext, body: GenerateBody, model: str, request_id: str, candidate_ids: Sequence[int] = ()
+    ) -> None:
         self._text = context.token_text if body.output_mode == "text" else None
         if self._text is not None and isinstance(context.engine.tokenizer, NoTokenizer):
             raise InvalidRequestError(
@@ -177,6 +179,7 @@ class GenerateWriter:
                 value="text",
             )
         self._body = body
+        self._candidate_ids = candidate_ids
         self._request_id = request_id
         self._model = model
 
@@ -228,8 +231,8 @@ class GenerateWriter:
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if self._text is not None:
-            return chat_logprobs(entries, self._text, self._text)
-        return {"content": [token_entry(entry) for entry in entries]}
+            return chat_logprobs(entries, self._text, self._text, self._candidate_ids)
+        return {"content": [token_entry(entry, self._candidate_ids) for entry in entries]}
 
     def _prompt_logprobs(self, entries: Sequence[TokenLogprob | None] | None) -> list[Any] | None:
         """vLLM's shape, the prompt's own token first."""
@@ -244,27 +247,29 @@ class GenerateWriter:
                 "rank": rank,
                 "decoded_token": None if self._text is None else self._text(token_id),
             }
-            for token_id, value, rank in candidates(entry)
+            for token_id, value, rank in ranked(entry, self._candidate_ids)
         }
 
 
-def candidates(entry: TokenLogprob) -> list[tuple[int, float, int]]:
-    """(id, log-probability, rank): the position's own token first, then the others, best first."""
-    others = [
+def ranked(entry: TokenLogprob, candidate_ids: Sequence[int] = ()) -> list[tuple[int, float, int | None]]:
+    """(id, log-probability, rank): the position's own token first, then the others, best first, then the candidates that
+    are not among them, whose ranks nobody counted."""
+    others: list[tuple[int, float, int | None]] = [
         (token_id, max(value, LOWEST), rank)
         for rank, (token_id, value) in enumerate(entry.top, start=1)
         if token_id != entry.token_id
     ]
+    others += [(token_id, max(value, LOWEST), None) for token_id, value in scored(entry, candidate_ids)]
     return [(entry.token_id, max(entry.logprob, LOWEST), entry.rank), *others]
 
 
-def token_entry(entry: TokenLogprob) -> dict[str, Any]:
+def token_entry(entry: TokenLogprob, candidate_ids: Sequence[int] = ()) -> dict[str, Any]:
     """One position: ids as numbers, and as the "token_id:N" that clients of older vLLM read."""
     shown = [
         {"token_id": token_id, "token": f"token_id:{token_id}", "logprob": value, "rank": rank, "bytes": None}
-        for token_id, value, rank in candidates(entry)
+        for token_id, value, rank in ranked(entry, candidate_ids)
     ]
-    return {**shown[0], "top_logprobs": shown if entry.top else []}
+    return {**shown[0], "top_logprobs": shown if entry.top or candidate_ids else [], **kept_set(entry)}
 
 
 async def _stream(call: Call, writer: GenerateWriter, stream: Stream, last_usage: bool, every_usage: bool) -> None:

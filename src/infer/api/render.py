@@ -47,7 +47,8 @@ class _Reply(BaseModel):
 class LogprobEntry(_Reply):
     token_id: TokenId
     logprob: float
-    rank: int
+    rank: int | None
+    """None of a candidate that was asked for by its id."""
     top_logprobs: list[LogprobEntry] = Field(default_factory=list)
 
 
@@ -206,7 +207,7 @@ class Renderer:
             "model": model,
             "prompt_text": text,
             "token_ids": ids,
-            "sampling_params": self._sampling(params),
+            "sampling_params": self.sampling_in_force(params),
             "priority": body.priority,
         }
         optional = {"cache_salt": body.cache_salt, "deadline": body.deadline}
@@ -247,7 +248,7 @@ class Renderer:
     def _call(self, notices: list[str] | None) -> Call:
         return cast("Call", _Asked(self._context, [] if notices is None else notices))
 
-    def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+    def sampling_in_force(self, params: SamplingParams) -> dict[str, Any]:
         """As in force: the checkpoint's defaults where the caller was silent; a seed is drawn when it runs."""
         given = {name: getattr(params, name) for name in params.model_fields_set}
         used = self._silent(params) | given
@@ -326,9 +327,9 @@ def _checked(data: dict[str, Any]) -> GenerateReply:
 
 
 def _position(entry: LogprobEntry, num_top: int) -> PositionLogprobs:
-    others = [(one.rank, one.token_id, one.logprob) for one in entry.top_logprobs if one.token_id != entry.token_id]
+    others = [(one.rank, one.token_id, one.logprob) for one in entry.top_logprobs if one.token_id != entry.token_id and one.rank]
     top = _best(entry.token_id, entry.logprob, others, num_top)
-    return PositionLogprobs(entry.token_id, entry.logprob, entry.rank, top)
+    return PositionLogprobs(entry.token_id, entry.logprob, entry.rank or 1, top)
 
 
 def _best(

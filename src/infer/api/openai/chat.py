@@ -6,6 +6,7 @@ Runs in request tasks.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -19,7 +20,7 @@ from infer.api.openai.schemas import CHAT, ChatBody
 from infer.api.routing import ApiRoute, Call
 from infer.api.timings import timing_metrics
 from infer.errors import InvalidRequestError
-from infer.types import Completion, Delta, SamplingParams
+from infer.types import Completion, Delta, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from infer.engine.stream import Stream
@@ -40,7 +41,7 @@ async def chat(call: Call) -> Response | None:
     try:
         prompt_ids = await encode_chat(body, params, call)
         [ask] = generation.make_asks(call, "chatcmpl", [prompt_ids], params, body)
-        writer = ChatWriter(call.context, body, model, ask.request_id)
+        writer = ChatWriter(call.context, body, model, ask.request_id, params.logprob_token_ids or ())
         if body.stream:
             async with generation.opened(call, [ask]) as [stream]:
                 await _stream(call, body, writer, stream, params.n, wants_usage)
@@ -113,8 +114,11 @@ def template_variables(body: ChatBody) -> dict[str, Any]:
 class ChatWriter:
     """Writes one call's reply, or its chunks."""
 
-    def __init__(self, context: ApiContext, body: ChatBody, model: str, reply_id: str) -> None:
+    def __init__(
+        self, context: ApiContext, body: ChatBody, model: str, reply_id: str, candidate_ids: Sequence[int] = ()
+    ) -> None:
         self._context = context
+        self._candidate_ids = candidate_ids
         self._body = body
         self._text = context.token_text
         self._write = token_writer(context.token_text, body.return_tokens_as_token_ids)
@@ -127,7 +131,7 @@ class ChatWriter:
             one: dict[str, Any] = {
                 "index": choice.index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": chat_logprobs(choice.logprobs, self._write, self._text),
+                "logprobs": chat_logprobs(choice.logprobs, self._write, self._text, self._candidate_ids),
                 "finish_reason": reason,
                 "stop_reason": stop_reason,
                 "seed": choice.seed,
@@ -146,10 +150,13 @@ class ChatWriter:
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = done.prompt_token_ids
         if done.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(done.prompt_logprobs, self._text)
+            reply["prompt_logprobs"] = self.prompt_logprobs(done.prompt_logprobs)
         if self._body.return_metrics:
             reply["metrics"] = timing_metrics(done)
         return reply
+
+    def prompt_logprobs(self, entries: Sequence[TokenLogprob | None] | None) -> list[Any] | None:
+        return prompt_logprobs(entries, self._text, self._candidate_ids)
 
     def chunk(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk", "choices": choices, **extra}
@@ -175,7 +182,7 @@ class ChatWriter:
         choice: dict[str, Any] = {
             "index": delta.choice_index,
             "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": chat_logprobs(delta.logprobs, self._write, self._text) if delta.logprobs else None,
+            "logprobs": chat_logprobs(delta.logprobs or None, self._write, self._text, self._candidate_ids),
             "finish_reason": None,
         }
         if delta.finish_reason is not None:
@@ -210,7 +217,7 @@ async def _stream(
             extra["usage"] = generation.usage(prompt_len, count)
         if not told_prompt:
             told_prompt = True
-            extra["prompt_logprobs"] = prompt_logprobs(stream.prompt_logprobs, call.context.token_text)
+            extra["prompt_logprobs"] = writer.prompt_logprobs(stream.prompt_logprobs)
         await events.send(writer.chunk([choice], **extra))
     last: dict[str, Any] = {}
     if last_usage:

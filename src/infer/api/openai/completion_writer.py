@@ -37,6 +37,8 @@ class CompletionWriter:
         prompts: Sequence[Prompted],
         num_returned: int,
         asks_prompt_logprobs: bool,
+        shows_logprobs: bool,
+        candidate_ids: Sequence[int] = (),
     ) -> None:
         self._body = body
         self._prompts = prompts
@@ -45,6 +47,8 @@ class CompletionWriter:
         self._write = token_writer(context.token_text, body.return_tokens_as_token_ids)
         self._head = {"id": reply_id, "object": "text_completion", "created": int(time.time()), "model": model}
         self._asks_prompt_logprobs = asks_prompt_logprobs
+        self._shows_logprobs = shows_logprobs
+        self._candidate_ids = candidate_ids
         self._told: dict[int, CompletionLogprobs] = {}
 
     # -- whole replies ---------------------------------------------------------------------------------------------
@@ -87,13 +91,13 @@ class CompletionWriter:
         index = prompt_index * self._num_returned + delta.choice_index
         first = index not in self._told
         if first:
-            self._told[index] = CompletionLogprobs(self._write, self._text)
+            self._told[index] = CompletionLogprobs(self._write, self._text, self._candidate_ids)
         hidden = body.max_tokens == 0
         token_ids = () if hidden else delta.token_ids
         text = "" if hidden else delta.text
         shows_ids = body.return_token_ids and bool(token_ids)
         entries: list[TokenLogprob | None] = [] if hidden else list(delta.logprobs or ())
-        if not (text or delta.finish_reason or shows_ids or (body.logprobs is not None and entries) or first):
+        if not (text or delta.finish_reason or shows_ids or (self._shows_logprobs and entries) or first):
             return None
         unpredicted: Sequence[int] = ()
         if first and body.echo:
@@ -103,7 +107,7 @@ class CompletionWriter:
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         if first:
             choice["seed"] = seed
-        if body.logprobs is not None and entries:
+        if self._shows_logprobs and entries:
             choice["logprobs"] = self._told[index].piece(entries, unpredicted)
         if delta.finish_reason is not None:
             reason, stop_reason = generation.finish(delta.finish_reason, delta.stop_reason)
@@ -113,7 +117,7 @@ class CompletionWriter:
             if first:
                 choice["prompt_token_ids"] = prompt.ids
         if first and prompted is not None and self._asks_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(prompted, self._text)
+            choice["prompt_logprobs"] = prompt_logprobs(prompted, self._text, self._candidate_ids)
         return choice
 
     def metrics(self, done: Sequence[Completion]) -> dict[str, Any]:

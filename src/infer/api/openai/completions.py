@@ -45,6 +45,9 @@ async def completions(call: Call) -> Response | None:
         prompts,
         num_returned,
         asks_prompt_logprobs=call.data.get("prompt_logprobs") is not None,
+        # Ranking the best of several needs log-probabilities that nobody asked to see.
+        shows_logprobs=params.model_copy(update={"logprobs": body.logprobs}).wants_logprobs,
+        candidate_ids=params.logprob_token_ids or (),
     )
     if not body.stream:
         return call.json(writer.reply(await generation.generate_all(call, asks)))
@@ -59,7 +62,8 @@ def completion_params(body: CompletionBody, values: dict[str, Any], call: Call) 
         raise InvalidRequestError(
             "max_tokens=0 asks for nothing; it needs echo or prompt_logprobs", parameter="max_tokens", value=0
         )
-    values["max_tokens"] = max(1, body.max_tokens)  # one token is computed and not shown
+    if "forced_token_ids" not in values or "max_tokens" in body.model_fields_set:
+        values["max_tokens"] = max(1, body.max_tokens)  # one token is computed and not shown
     if body.logprobs is not None:
         values["logprobs"] = body.logprobs
         if body.echo:

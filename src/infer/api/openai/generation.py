@@ -64,7 +64,27 @@ def sampling_params(values: dict[str, Any], settings: ApiSection) -> SamplingPar
             raise InvalidRequestError(
                 f"{name}={count} is more than api.max_logprobs={settings.max_logprobs}", parameter=name, value=count
             )
-    return SamplingParams(**values)
+    params = SamplingParams(**values)
+    _check_facts(params, settings)
+    return params
+
+
+def _check_facts(params: SamplingParams, settings: ApiSection) -> None:
+    """What is told of every token must have a bound, or one request could fill the memory."""
+    ids, kept = params.logprob_token_ids or (), params.top_k or 2**31
+    if len(ids) > settings.max_logprob_token_ids:
+        raise InvalidRequestError(
+            f"logprob_token_ids has {len(ids)} ids, more than api.max_logprob_token_ids={settings.max_logprob_token_ids}",
+            parameter="logprob_token_ids",
+            value=len(ids),
+        )
+    if params.return_kept_set and params.temperature > 0 and kept > settings.max_kept_ids:
+        raise InvalidRequestError(
+            f"return_kept_set with top_k={params.top_k}: top_p and min_p alone may keep the whole vocabulary; give a top_k of "
+            f"1 to {settings.max_kept_ids} (api.max_kept_ids)",
+            parameter="top_k",
+            value=params.top_k,
+        )
 
 
 def _biases(value: Any) -> dict[int, Any]:

@@ -114,6 +114,9 @@ _SAMPLING = {
     "bad_words": "bad_words",
     "prompt_logprobs": "prompt_logprobs",
     "logprobs_mode": "logprobs_mode",
+    "logprob_token_ids": "logprob_token_ids",
+    "return_kept_set": "return_kept_set",
+    "forced_token_ids": "forced_token_ids",
 }
 
 
