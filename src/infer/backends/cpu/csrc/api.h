@@ -1,0 +1,44 @@
+// What Python calls. Pointers are to contiguous tensors whose shapes and dtypes the caller has checked.
+#pragma once
+
+#include <cstdint>
+
+enum Dtype { FP32 = 0, BF16 = 1 };
+
+extern "C" {
+void* infer_pool_create(int threads, int spins);
+void infer_pool_destroy(void* pool);
+
+// packed: the weight lies as packed.h describes, else row after row.
+void infer_linear(void* pool, int dtype, int packed, int out_fp32, const void* x, const void* w, const void* bias, void* y,
+                  int64_t tokens, int64_t n, int64_t k);
+
+// residual null: y = norm(x). Else total = x + residual, y = norm(total).
+void infer_rms_norm(void* pool, int dtype, int weight_dtype, const void* x, const void* residual, const void* weight,
+                    void* y, void* total, int64_t rows, int64_t n, float eps);
+// kind 0: silu, 1: gelu (tanh). x [rows, 2n] -> y [rows, n].
+void infer_gate(void* pool, int dtype, int kind, const void* x, void* y, int64_t rows, int64_t n);
+// heads [tokens, num_heads] blocks of `size`, row stride `stride` elements; the first 2 * half of each are rotated.
+void infer_rotary(void* pool, int dtype, const void* x, const float* cos, const float* sin, void* y, int64_t tokens,
+                  int64_t heads, int64_t size, int64_t half, int64_t stride);
+void infer_write_kv(int dtype, const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t row,
+                    int64_t stride);
+
+struct AttentionArgs {
+    const void* q;         // [T, H, D]
+    const void* k_cache;   // [blocks, block_size, K, D]
+    const void* v_cache;   // [blocks, block_size, K, V]
+    void* out;             // [T, H, V]
+    const int32_t* query_starts;  // [R + 1]
+    const int32_t* seq_lens;      // [R]
+    const int32_t* block_table;   // [R, table_width]
+    int64_t rows, table_width, block_size, heads, kv_heads, head_size, value_size;
+    float scale, softcap;  // softcap 0: none
+    int64_t window;        // 0: none
+};
+void infer_attention(void* pool, int dtype, const AttentionArgs* args);
+
+// ids [T, K], weights [T, K] -> y [T, N]; gate_up [E, 2I, N], down [E, N, I].
+void infer_moe(void* pool, int dtype, const void* x, const int64_t* ids, const float* weights, const void* gate_up,
+               const void* down, void* y, int64_t tokens, int64_t top_k, int64_t experts, int64_t n, int64_t inner);
+}

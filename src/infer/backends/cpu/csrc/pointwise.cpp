@@ -1,0 +1,146 @@
+#include <cmath>
+
+#include "api.h"
+#include "pool.h"
+#include "simd.h"
+
+namespace infer {
+
+constexpr int64_t SMALL = 1 << 14;  // elements that are not worth waking a thread for
+
+template <class F>
+static void over_rows(Pool& pool, int64_t rows, int64_t width, F& body) {
+    if (rows * width <= SMALL) {
+        for (int64_t row = 0; row < rows; ++row) body(row);
+        return;
+    }
+    int64_t chunk = (SMALL / 4 + width - 1) / width;
+    auto task = [&](int64_t index, int) {
+        int64_t stop = (index + 1) * chunk < rows ? (index + 1) * chunk : rows;
+        for (int64_t row = index * chunk; row < stop; ++row) body(row);
+    };
+    parallel(pool, (rows + chunk - 1) / chunk, task);
+}
+
+template <class T, class U>
+static void rms_norm(Pool& pool, const T* x, const T* residual, const U* weight, T* y, T* total, int64_t rows, int64_t n,
+                     float eps) {
+    auto body = [&](int64_t row) {
+        const T* in = x + row * n;
+        T* out = y + row * n;
+        if (residual) {
+            const T* add = residual + row * n;
+            T* sum_row = total + row * n;
+            for (int64_t i = 0; i < n; i += W) {
+                int count = int(n - i < W ? n - i : W);
+                store_some(sum_row + i, load_some(in + i, count) + load_some(add + i, count), count);
+            }
+            in = sum_row;
+        }
+        vf squares = splat(0.0f);
+        int64_t i = 0;
+        for (; i + W <= n; i += W) {
+            vf v = load(in + i);
+            squares = v * v + squares;
+        }
+        if (i < n) {
+            vf v = load_some(in + i, int(n - i));
+            squares = v * v + squares;
+        }
+        vf scale = splat(1.0f / std::sqrt(sum(squares) / float(n) + eps));
+        for (i = 0; i + W <= n; i += W) store(out + i, load(in + i) * scale * load(weight + i));
+        if (i < n) {
+            int count = int(n - i);
+            store_some(out + i, load_some(in + i, count) * scale * load_some(weight + i, count), count);
+        }
+    };
+    over_rows(pool, rows, n, body);
+}
+
+template <class T, int KIND>
+static void gate(Pool& pool, const T* x, T* y, int64_t rows, int64_t n) {
+    auto body = [&](int64_t row) {
+        const T *g = x + row * 2 * n, *up = g + n;
+        T* out = y + row * n;
+        for (int64_t i = 0; i < n; i += W) {
+            int count = int(n - i < W ? n - i : W);
+            vf a = count == W ? load(g + i) : load_some(g + i, count);
+            vf b = count == W ? load(up + i) : load_some(up + i, count);
+            vf activated;
+            if (KIND == 0) {
+                activated = a * vsigmoid(a);
+            } else {
+                vf inner = 0.79788456080286535588f * (a + 0.044715f * a * a * a);
+                activated = 0.5f * a * (1.0f + vtanh(inner));
+            }
+            if (count == W)
+                store(out + i, activated * b);
+            else
+                store_some(out + i, activated * b, count);
+        }
+    };
+    over_rows(pool, rows, 2 * n, body);
+}
+
+template <class T>
+static void rotary(Pool& pool, const T* x, const float* cos, const float* sin, T* y, int64_t tokens, int64_t heads,
+                   int64_t size, int64_t half, int64_t stride) {
+    auto body = [&](int64_t token) {
+        const float *c = cos + token * half, *s = sin + token * half;
+        for (int64_t head = 0; head < heads; ++head) {
+            const T* in = x + token * stride + head * size;
+            T* out = y + (token * heads + head) * size;
+            for (int64_t i = 0; i < half; i += W) {
+                int count = int(half - i < W ? half - i : W);
+                vf a = load_some(in + i, count), b = load_some(in + half + i, count);
+                vf vc = load_some(c + i, count), vs = load_some(s + i, count);
+                store_some(out + i, a * vc - b * vs, count);
+                store_some(out + half + i, b * vc + a * vs, count);
+            }
+            if (2 * half < size) std::memcpy(out + 2 * half, in + 2 * half, sizeof(T) * (size - 2 * half));
+        }
+    };
+    over_rows(pool, tokens, heads * size, body);
+}
+
+}  // namespace infer
+
+using namespace infer;
+
+extern "C" void* infer_pool_create(int threads, int spins) { return new Pool(threads, spins); }
+extern "C" void infer_pool_destroy(void* pool) { delete static_cast<Pool*>(pool); }
+
+extern "C" void infer_rms_norm(void* pool, int dtype, int weight_dtype, const void* x, const void* residual,
+                               const void* weight, void* y, void* total, int64_t rows, int64_t n, float eps) {
+    Pool& p = *static_cast<Pool*>(pool);
+    if (dtype == FP32)
+        rms_norm(p, (const float*)x, (const float*)residual, (const float*)weight, (float*)y, (float*)total, rows, n, eps);
+    else if (weight_dtype == FP32)
+        rms_norm(p, (const bf16*)x, (const bf16*)residual, (const float*)weight, (bf16*)y, (bf16*)total, rows, n, eps);
+    else
+        rms_norm(p, (const bf16*)x, (const bf16*)residual, (const bf16*)weight, (bf16*)y, (bf16*)total, rows, n, eps);
+}
+
+extern "C" void infer_gate(void* pool, int dtype, int kind, const void* x, void* y, int64_t rows, int64_t n) {
+    Pool& p = *static_cast<Pool*>(pool);
+    if (dtype == FP32)
+        kind ? gate<float, 1>(p, (const float*)x, (float*)y, rows, n) : gate<float, 0>(p, (const float*)x, (float*)y, rows, n);
+    else
+        kind ? gate<bf16, 1>(p, (const bf16*)x, (bf16*)y, rows, n) : gate<bf16, 0>(p, (const bf16*)x, (bf16*)y, rows, n);
+}
+
+extern "C" void infer_rotary(void* pool, int dtype, const void* x, const float* cos, const float* sin, void* y,
+                             int64_t tokens, int64_t heads, int64_t size, int64_t half, int64_t stride) {
+    Pool& p = *static_cast<Pool*>(pool);
+    if (dtype == FP32)
+        rotary(p, (const float*)x, cos, sin, (float*)y, tokens, heads, size, half, stride);
+    else
+        rotary(p, (const bf16*)x, cos, sin, (bf16*)y, tokens, heads, size, half, stride);
+}
+
+extern "C" void infer_write_kv(int dtype, const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t row,
+                               int64_t stride) {
+    size_t item = dtype == FP32 ? 4 : 2;
+    for (int64_t t = 0; t < tokens; ++t)
+        std::memcpy((char*)cache + slots[t] * row * item, (const char*)source + t * stride * item, row * item);
+}

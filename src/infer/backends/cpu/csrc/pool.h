@@ -1,0 +1,53 @@
+// A few threads that run one function over task numbers. Waiting threads spin a bounded while, then sleep on a futex.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace infer {
+
+typedef void (*TaskFunction)(void* context, int64_t task, int thread);
+
+class Pool {
+  public:
+    Pool(int threads, int spins);
+    ~Pool();
+
+    // Runs function(context, 0 .. tasks-1, thread) and returns when all are done. The caller takes part, and waits only
+    // for helpers that hold a task: one that the machine has not woken yet is not missed. One caller at a time.
+    void run(int64_t tasks, TaskFunction function, void* context);
+
+    int size() const { return int(threads_.size()) + 1; }
+
+  private:
+    void serve(int thread);
+    void take(int thread);
+
+    std::vector<std::thread> threads_;
+    int spins_;
+    TaskFunction function_ = nullptr;
+    void* context_ = nullptr;
+    // 16 bits that change with every run, 24 bits for the number of tasks, 24 for the next one. A task is claimed by
+    // exchanging the whole word, so whatever a helper has read before, what it claims belongs to the present run.
+    alignas(64) std::atomic<uint64_t> work_{0};
+    alignas(64) std::atomic<uint32_t> done_{0};
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    std::atomic<uint32_t> sleepers_{0};
+    std::atomic<bool> caller_sleeps_{false};
+    std::atomic<bool> stop_{false};
+};
+
+constexpr int64_t MOST_TASKS = (1 << 24) - 1;
+
+template <class F>
+void parallel(Pool& pool, int64_t tasks, F& body) {
+    if (tasks == 1 || pool.size() == 1) {
+        for (int64_t task = 0; task < tasks; ++task) body(task, 0);
+        return;
+    }
+    pool.run(tasks, [](void* context, int64_t task, int thread) { (*static_cast<F*>(context))(task, thread); }, &body);
+}
+
+}  // namespace infer

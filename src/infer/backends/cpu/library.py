@@ -1,0 +1,57 @@
+"""The compiled kernels as Python functions. Called on the worker thread; owns the thread pool inside the library.
+
+Pointers go across as integers: every caller has checked shapes, dtypes and strides before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+
+SPINS = 20_000
+"""Turns of a waiting thread before it sleeps: some 50 microseconds, the gap between two operations of a step."""
+
+_FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
+    "infer_pool_create": (c_void_p, [c_int, c_int]),
+    "infer_pool_destroy": (None, [c_void_p]),
+    "infer_linear": (None, [c_void_p, c_int, c_int, c_int, *[c_void_p] * 4, c_int64, c_int64, c_int64]),
+    "infer_rms_norm": (None, [c_void_p, c_int, c_int, *[c_void_p] * 5, c_int64, c_int64, c_float]),
+    "infer_gate": (None, [c_void_p, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64]),
+    "infer_rotary": (None, [c_void_p, c_int, *[c_void_p] * 4, *[c_int64] * 5]),
+    "infer_write_kv": (None, [c_int, *[c_void_p] * 3, *[c_int64] * 3]),
+    "infer_attention": (None, [c_void_p, c_int, c_void_p]),
+    "infer_moe": (None, [c_void_p, c_int, *[c_void_p] * 6, *[c_int64] * 5]),
+}
+
+
+class AttentionArgs(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("q", "k_cache", "v_cache", "out", "query_starts", "seq_lens", "block_table")],
+        *[
+            (name, c_int64)
+            for name in ("rows", "table_width", "block_size", "heads", "kv_heads", "head_size", "value_size")
+        ],
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int64),
+    ]
+
+
+class Library:
+    """A loaded library with its own threads. `call.infer_linear(pool, ...)` and so on; see csrc/api.h."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        self.call = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(self.call, name)
+            function.restype, function.argtypes = result, arguments
+        self.pool: int | None = self.call.infer_pool_create(threads, SPINS)
+
+    def close(self) -> None:
+        """End the threads. A second call does nothing."""
+        if self.pool is not None:
+            self.call.infer_pool_destroy(self.pool)
+            self.pool = None

@@ -1,0 +1,263 @@
+"""The native operations: checks shapes and layouts, allocates results, calls the library.
+
+Called on the worker thread. Every result is independent of what else is in the step, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infer.backends.cpu.library import AttentionArgs, Library
+from infer.backends.reference import kv, moe
+from infer.backends.reference.attention import attention
+from infer.plugins.platform import AttentionMetadata, Ops
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+LANES = 16
+"""Rows of a weight that lie side by side when it is packed."""
+PACKED_DIM = 4
+"""A packed weight has the shape [N / 16, I / P, 16, P]; see csrc/packed.h."""
+
+
+def make_ops(library: Library) -> Ops:
+    """The table over one library and its threads."""
+    native = NativeOps(library)
+    return Ops(
+        embedding=embedding,
+        linear=native.linear,
+        rms_norm=native.rms_norm,
+        rotary=native.rotary,
+        silu_and_mul=native.silu_and_mul,
+        gelu_tanh_and_mul=native.gelu_tanh_and_mul,
+        write_kv=native.write_kv,
+        attention=native.attention,
+        gather_rows=kv.gather_rows,
+        add_rms_norm=native.add_rms_norm,
+        topk_router=moe.topk_router,
+        moe=native.moe,
+        pack=pack,
+        unpack=unpack,
+        head_logits=native.head_logits,
+    )
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[N, I] -> [N / 16, I / P, 16, P], a copy; the weight itself where the shape does not divide."""
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    rows, inner = weight.shape
+    if weight.dtype not in DTYPES or rows % LANES or inner % pair or not weight.numel():
+        return weight
+    return weight.view(rows // LANES, LANES, inner // pair, pair).transpose(1, 2).contiguous()
+
+
+def unpack(weight: Tensor) -> Tensor:
+    """What `pack` was given."""
+    if weight.dim() != PACKED_DIM:
+        return weight
+    return weight.transpose(1, 2).reshape(weight.shape[0] * LANES, -1)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a plain or packed weight."""
+    if weight.dim() != PACKED_DIM:
+        return kv.embedding(ids, weight)
+    return weight[ids // LANES, :, ids % LANES].flatten(1)
+
+
+class NativeOps:
+    """Shapes and meanings as `plugins.platform.Ops` documents them."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._call = library.call
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._linear(x, weight, bias, x.dtype)
+
+    def head_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return self._linear(hidden, weight, None, torch.float32)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
+        packed = weight.dim() == PACKED_DIM
+        if not packed:
+            weight = weight.contiguous()
+        tokens, inner = x.shape
+        outer = weight.shape[0] * LANES if packed else weight.shape[0]
+        if bias is not None:
+            bias = bias.to(x.dtype).contiguous()
+        out = torch.empty(tokens, outer, dtype=out_dtype)
+        self._call.infer_linear(
+            self._library.pool,
+            _dtype(x, weight),
+            packed,
+            out_dtype == torch.float32,
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            outer,
+            inner,
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        total = x if residual is None else torch.empty_like(x)
+        width = x.shape[-1]
+        if x.dtype == torch.float32:
+            weight = weight.float()
+        weight = weight.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        self._call.infer_rms_norm(
+            self._library.pool,
+            _dtype(x),
+            _dtype(weight),
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            total.data_ptr(),
+            x.numel() // width if width else 0,
+            width,
+            eps,
+        )
+        return out, total
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        tokens, heads, size = x.shape
+        x = _with_dense_rows(x)
+        out = torch.empty(tokens, heads, size, dtype=x.dtype)
+        self._call.infer_rotary(
+            self._library.pool,
+            _dtype(x),
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            heads,
+            size,
+            cos.shape[-1],
+            x.stride(0),
+        )
+        return out
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return self._gate(x, 0)
+
+    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        return self._gate(x, 1)
+
+    def _gate(self, x: Tensor, kind: int) -> Tensor:
+        x = x.contiguous()
+        rows, width = x.shape
+        out = torch.empty(rows, width // 2, dtype=x.dtype)
+        self._call.infer_gate(self._library.pool, _dtype(x), kind, x.data_ptr(), out.data_ptr(), rows, width // 2)
+        return out
+
+    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        slots = slot_mapping.contiguous()
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            new = _with_dense_rows(new if new.dtype == cache.dtype else new.to(cache.dtype))
+            self._call.infer_write_kv(
+                _dtype(cache),
+                new.data_ptr(),
+                cache.data_ptr(),
+                slots.data_ptr(),
+                new.shape[0],
+                new.shape[1] * new.shape[2],
+                new.stride(0),
+            )
+
+    def attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        tokens, heads, head_size = q.shape
+        if head_size % 2:  # no model has it; bf16 is read in pairs
+            return attention(q, k_cache, v_cache, metadata, scale, window, softcap)
+        dtype = q.dtype
+        q = q.to(k_cache.dtype).contiguous()
+        out = torch.empty(tokens, heads, v_cache.shape[3], dtype=q.dtype)
+        table = metadata.block_table.contiguous()
+        args = AttentionArgs(
+            q=q.data_ptr(),
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            out=out.data_ptr(),
+            query_starts=metadata.query_starts.data_ptr(),
+            seq_lens=metadata.seq_lens.data_ptr(),
+            block_table=table.data_ptr(),
+            rows=len(metadata.seq_lens_host),
+            table_width=table.shape[1],
+            block_size=k_cache.shape[1],
+            heads=heads,
+            kv_heads=k_cache.shape[2],
+            head_size=head_size,
+            value_size=v_cache.shape[3],
+            scale=scale,
+            softcap=softcap or 0.0,
+            window=window or 0,
+        )
+        self._call.infer_attention(self._library.pool, _dtype(q, k_cache, v_cache), ctypes.addressof(args))
+        return out.to(dtype)
+
+    def moe(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
+        gate_up, down = gate_up.contiguous(), down.contiguous()
+        out = torch.empty_like(x)
+        self._call.infer_moe(
+            self._library.pool,
+            _dtype(x, gate_up, down),
+            x.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+            gate_up.data_ptr(),
+            down.data_ptr(),
+            out.data_ptr(),
+            *ids.shape,
+            gate_up.shape[0],
+            x.shape[1],
+            down.shape[2],
+        )
+        return out
+
+
+def _dtype(*tensors: Tensor) -> int:
+    """The library's number of the one dtype that all of them have."""
+    first = tensors[0].dtype
+    if first not in DTYPES or any(tensor.dtype != first for tensor in tensors):
+        raise TypeError(f"native kernels take float32 or bfloat16, all of one kind, not {_names(tensors)}")
+    return DTYPES[first]
+
+
+def _names(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """[T, H, D] whose rows of H x D elements are contiguous; the rows themselves may lie apart."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,103 @@
+"""The CPU platform with native kernels: built for this machine at first use, invariant to batching by construction.
+
+`limits` from any thread, the rest on the worker thread; owns the kernel library and its threads.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from infer.backends.cpu.build import build_library, find_compiler
+from infer.backends.cpu.library import Library
+from infer.backends.cpu.ops import make_ops
+from infer.backends.reference import memory
+from infer.config.platform import PlatformLimits
+from infer.plugins.hookspecs import hookimpl
+from infer.plugins.platform import API_VERSION, PlatformSpec, Probe
+
+
+class NativePlatform:
+    """C++ kernels on the CPUs this process may use, or on `threads` of them."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None, cache_dir: Path) -> None:
+        self.device = torch.device("cpu")
+        self.threads = threads if threads is not None else min(torch.get_num_threads(), memory.usable_cpus())
+        self._library = Library(build_library(cache_dir), self.threads)
+        self.ops = make_ops(self._library)
+
+    def limits(self) -> PlatformLimits:
+        total, available = memory.memory()
+        dtypes = ("bfloat16", "float32") if memory.native_bfloat16() else ("float32", "bfloat16")
+        return PlatformLimits(
+            name=self.name, total_memory=total, available_memory=available, dtypes=dtypes, threads=self.threads
+        )
+
+    def memory_in_use(self) -> int:
+        return memory.resident_bytes()
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Inference mode and the thread count of what torch still computes; both are as before afterwards."""
+        before = torch.get_num_threads()
+        if before != self.threads:
+            torch.set_num_threads(self.threads)
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            if before != self.threads:
+                torch.set_num_threads(before)
+
+    def close(self) -> None:
+        """End the threads; what the model held goes back to the operating system."""
+        self._library.close()
+        memory.return_free_memory()
+
+
+def create(threads: int | None = None, cache_dir: Path | None = None) -> NativePlatform:
+    """Without `cache_dir` the library is kept in a folder of this user's own under the temporary directory."""
+    if cache_dir is not None:
+        return NativePlatform(threads, cache_dir)
+    folder = Path(tempfile.gettempdir()) / f"infer-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
+        return NativePlatform(threads, folder)
+    with tempfile.TemporaryDirectory(prefix="infer-kernels-") as private:  # a loaded library needs its file no more
+        return NativePlatform(threads, Path(private))
+
+
+def probe() -> Probe:
+    if not sys.platform.startswith("linux"):
+        return Probe(False, "native kernels are built on Linux")
+    if find_compiler() is None:
+        return Probe(False, "no C++ compiler (g++ or clang++) is on the path")
+    return Probe(True)
+
+
+@hookimpl
+def infer_platforms() -> list[PlatformSpec]:
+    return [
+        PlatformSpec(
+            name="cpu",
+            api=API_VERSION,
+            factory=f"{__name__}:create",
+            probe=f"{__name__}:probe",
+            priority=-1,
+            compiles=True,
+            example={"threads": 2},
+        )
+    ]
