@@ -6,6 +6,7 @@ Plain frozen data, shared by every plane; imports no tensor library.
 from __future__ import annotations
 
 import difflib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from infer.errors import InvalidRequestError, shown
+
+if TYPE_CHECKING:
+    from infer.artifacts.receipt import ArtifactReceipt
 
 FinishReason = Literal["stop", "length", "repetition", "deadline", "abort", "error"]
 LogprobsMode = Literal["raw", "processed", "raw_logits", "processed_logits"]
@@ -168,9 +172,9 @@ class TokenLogprob:
     """(token id, logprob), best first, as many as asked for."""
     candidates: tuple[float, ...] = ()
     """Of `SamplingParams.logprob_token_ids`, in their order; -inf where a processor excluded one."""
-    kept_ids: tuple[int, ...] | None = None
-    """With `return_kept_set`: the ids that could be drawn here, ascending (greedy: the best one alone). None with a
-    `kept_logmass` means the whole vocabulary."""
+    kept_ids: array[int] | None = None
+    """With `return_kept_set`: the ids that could be drawn here, ascending, as int32 (greedy: the best one alone). None with
+    a `kept_logmass` means the whole vocabulary."""
     kept_logmass: float | None = None
     """Log of the probability that the kept ids had together before top_k, top_p and min_p. A processed logprob is the one
     before these filters minus this."""
@@ -277,8 +281,8 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One entry per prompt token; the first is None (nothing predicts it)."""
     timings: RequestTimings | None = None
-    artifact: None = None
-    """Always None until generation artifacts exist."""
+    artifact: ArtifactReceipt | None = None
+    """Where the generation artifact is, or why there is none; None when not asked for."""
 
     @property
     def text(self) -> str:

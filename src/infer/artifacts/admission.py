@@ -76,6 +76,10 @@ def check_request(request: ArtifactRequest, bounds: GenerationBounds) -> None:
             )
     if "selected_logprobs" in request.contents and bounds.explicit_logprob_ids:
         raise _unsupported("selected_logprobs cannot be combined with logprob_token_ids")
+    if "selected_logprobs" in request.contents and bounds.logprobs_mode in ("raw_logits", "processed_logits"):
+        raise _unsupported(
+            f"selected_logprobs are log-probabilities; logprobs_mode={bounds.logprobs_mode!r} gives logits"
+        )
     if not bounds.has_token_ids or bounds.prompt_tokens < 1:
         raise _unsupported("generation artifacts require token ids")
     if bounds.max_tokens < 1 or bounds.num_choices < 1:

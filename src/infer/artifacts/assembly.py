@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from infer.artifacts.capture import Capture, CapturedChoice
 from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
 from infer.artifacts.v1.encoder import Encoded, encode_v1
+from infer.config.capture import MOE_ROUTES
+from infer.errors import ArtifactError, ArtifactFieldMissingError
+from infer.types import CapturedRows, Choice
 
-_ROUTE_DTYPES = {1: "u1", 2: "<u2", 4: "<i4", 8: "<i8"}
+_DTYPES = {"uint8": "u1", "uint16": "<u2", "int32": "<i4"}
 
 
 def encode_source(source: Capture | GenerationArtifact, max_payload: int) -> Encoded:
@@ -22,12 +27,27 @@ def assemble(capture: Capture) -> GenerationArtifact:
     return GenerationArtifact([_choice(choice) for choice in capture.choices()])
 
 
+def routed_experts(rows: CapturedRows) -> RoutedExperts:
+    """Captured route rows as arrays over the same bytes."""
+    ids: Any = np.frombuffer(rows.data, _DTYPES[rows.dtype])
+    counts = (rows.num_experts,) * len(rows.layer_ids)
+    return RoutedExperts(rows.start, ids.reshape(rows.count, *rows.row_shape), rows.layer_ids, counts)
+
+
+def artifact_choice(choice: Choice, prompt_token_ids: tuple[int, ...]) -> ArtifactChoice:
+    """A finished choice with its routes, as the exporters take it. Raises `ArtifactError` when they are not there."""
+    rows = choice.captured.get(MOE_ROUTES)
+    if rows is None:
+        raise ArtifactFieldMissingError(f"choice {choice.index} has no routes: ask with return_routed_experts=True")
+    if rows.error is not None:
+        raise ArtifactError(rows.error, code="artifact_capture_failed")
+    ids = np.array([*prompt_token_ids, *choice.token_ids], np.int64)
+    return ArtifactChoice(choice.index, len(prompt_token_ids), ids, routed_experts(rows))
+
+
 def _choice(held: CapturedChoice) -> ArtifactChoice:
-    routes = logprobs = None
-    if held.routes is not None and held.layout is not None:
-        ids = np.frombuffer(held.routes, _ROUTE_DTYPES[held.route_width])
-        shape = (-1 if len(ids) else 0, held.layout.num_routers, held.layout.top_k)
-        routes = RoutedExperts(held.route_start, ids.reshape(shape), held.layout.router_ids, held.layout.expert_counts)
+    routes = None if held.routes is None else routed_experts(held.routes)
+    logprobs = None
     if held.logprobs is not None:
         logprobs = SelectedLogprobs(held.num_prompt, np.frombuffer(held.logprobs, "<f4"))
     return ArtifactChoice(held.index, held.num_prompt, np.frombuffer(held.tokens, "<i8"), routes, logprobs)

@@ -1,54 +1,45 @@
 """What a running request has produced so far, in buffers of exactly the admitted size. Used by the request's own task.
 
-Owns one anonymous mapping per request: pages that nothing was written to take no memory.
+Owns one anonymous mapping per request: pages that nothing was written to take no memory. Route rows are not copied into it:
+they are handed over once, as the engine captured them.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infer.artifacts.admission import GenerationBounds, payload_bytes, row_bytes
-from infer.artifacts.router_layout import RouterLayout
+from infer.artifacts.admission import GenerationBounds, payload_bytes
 from infer.artifacts.v1.limits import id_width
+from infer.config.capture import ITEM_SIZES
 from infer.errors import ArtifactError
+from infer.types import CapturedRows
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedChoice:
-    """One choice as bytes: int64 tokens, float32 log-probabilities, routes of `route_width` bytes per id."""
+    """One choice as bytes: int64 tokens, float32 log-probabilities, and the rows of its routes."""
 
     index: int
     num_prompt: int
     tokens: memoryview
     logprobs: memoryview | None
-    routes: memoryview | None
-    route_start: int
-    route_width: int
-    layout: RouterLayout | None
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRows:
-    """Routes of consecutive tokens, C order [rows, routers, experts per token], in the narrow type of the expert count."""
-
-    token_start: int
-    data: bytes | bytearray | memoryview
+    routes: CapturedRows | None
 
 
 class _Choice:
     """Places inside the mapping, and how much of each is filled."""
 
-    def __init__(self, tokens: memoryview, logprobs: memoryview, routes: memoryview) -> None:
+    def __init__(self, tokens: memoryview, logprobs: memoryview) -> None:
         self.tokens = tokens.cast("q")
         self.logprobs = logprobs.cast("f")
-        self.routes = routes
+        self.routes: CapturedRows | None = None
         self.num_prompt = 0
         self.num_tokens = 0
         self.num_logprobs = 0
-        self.num_route_bytes = 0
 
 
 class Capture:
@@ -58,10 +49,8 @@ class Capture:
         self._bounds = bounds
         self._layout = bounds.router_layout if "moe_routes" in contents else None
         self._with_logprobs = "selected_logprobs" in contents
-        self._row_bytes = 0 if self._layout is None else row_bytes(self._layout)
-        self._width = 1 if self._layout is None else id_width(self._layout.num_experts - 1)
-        per_choice = payload_bytes(contents, bounds.prompt_tokens, bounds.max_tokens, self._layout)
-        # Tokens come first, so that each kind is aligned: 8-byte ids, 4-byte floats, routes of any width behind them.
+        per_choice = payload_bytes(contents, bounds.prompt_tokens, bounds.max_tokens, None)
+        # Tokens come first, so that each kind is aligned: 8-byte ids, then 4-byte floats.
         self._stride = -(-per_choice // 8) * 8
         self.capacity = self._stride * bounds.num_choices
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -75,9 +64,8 @@ class Capture:
         prompt_token_ids: Sequence[int] | None = None,
         token_ids: Sequence[int] = (),
         logprobs: Sequence[float] | None = None,
-        routes: RouteRows | None = None,
     ) -> None:
-        """Append what one delta of a choice brought. Earlier tokens are not touched."""
+        """Append what one delta of a choice brought, already trimmed. Earlier tokens are not touched."""
         choice = self._choice(choice_index)
         if prompt_token_ids is not None:
             self._record_prompt(choice, prompt_token_ids)
@@ -89,22 +77,30 @@ class Capture:
                 raise _failed(f"{len(token_ids)} tokens came with {len(values)} logprobs")
             choice.logprobs[choice.num_logprobs : choice.num_logprobs + len(values)] = _floats(values)
             choice.num_logprobs += len(values)
-        if routes is not None and self._layout is not None:
-            self._record_routes(choice, routes)
 
-    def trim(self, choice_index: int, completion_tokens: int) -> None:
-        """Keep the first `completion_tokens`; log-probabilities and routes beyond them go too."""
+    def set_routes(self, choice_index: int, rows: CapturedRows) -> None:
+        """All rows of a choice whose last token was recorded. They are kept as they are, not copied."""
         choice = self._choice(choice_index)
-        held = choice.num_tokens - choice.num_prompt
-        if not 0 <= completion_tokens <= held:
-            raise _failed(f"{completion_tokens} completion tokens were returned and {held} were captured")
-        choice.num_tokens = choice.num_prompt + completion_tokens
-        choice.num_logprobs = min(choice.num_logprobs, completion_tokens)
-        rows = max(0, choice.num_tokens - self._bounds.route_start - 1)
-        choice.num_route_bytes = min(choice.num_route_bytes, rows * self._row_bytes)
+        if self._layout is None:
+            return
+        if rows.error is not None:
+            raise _failed(rows.error)
+        needed = choice.num_tokens - self._bounds.route_start - 1
+        if rows.start != self._bounds.route_start or rows.count != needed:
+            raise _failed(
+                f"choice {choice_index} has {rows.count} route rows from {rows.start} on; {choice.num_tokens} tokens from "
+                f"{self._bounds.route_start} on need {needed}"
+            )
+        layout, width = self._layout, ITEM_SIZES[rows.dtype]
+        shape = (layout.num_routers, layout.top_k)
+        if rows.row_shape != shape or width != id_width(layout.num_experts - 1) or rows.layer_ids != layout.router_ids:
+            raise _failed(f"route rows are {rows.dtype} of shape {rows.row_shape} from layers {rows.layer_ids[:8]}")
+        if len(rows.data) != needed * math.prod(shape) * width:
+            raise _failed(f"{len(rows.data)} bytes are not {needed} route rows of {math.prod(shape) * width}")
+        choice.routes = rows
 
     def choices(self) -> list[CapturedChoice]:
-        """Views of what is held, by choice. Raises when a choice or its prompt is missing."""
+        """Views of what is held, by choice. Raises when a choice, its prompt or its routes are missing."""
         if len(self._choices) != self._bounds.num_choices:
             raise _failed(f"{len(self._choices)} of {self._bounds.num_choices} choices were captured")
         return [self._captured(index, choice) for index, choice in sorted(self._choices.items())]
@@ -123,8 +119,7 @@ class Capture:
             place = memoryview(self._mapping)[index * self._stride : (index + 1) * self._stride]
             tokens = 8 * self._bounds.num_tokens
             logprobs = tokens + (4 * self._bounds.max_tokens if self._with_logprobs else 0)
-            rows = (self._bounds.num_tokens - 1) * self._row_bytes
-            self._choices[index] = _Choice(place[:tokens], place[tokens:logprobs], place[logprobs : logprobs + rows])
+            self._choices[index] = _Choice(place[:tokens], place[tokens:logprobs])
         return self._choices[index]
 
     def _record_prompt(self, choice: _Choice, ids: Sequence[int]) -> None:
@@ -146,41 +141,17 @@ class Capture:
         choice.tokens[choice.num_tokens : end] = _ids(ids)
         choice.num_tokens = end
 
-    def _record_routes(self, choice: _Choice, rows: RouteRows) -> None:
-        view = memoryview(rows.data)
-        if view.itemsize not in (1, self._width):
-            raise _failed(f"routes came in ids of {view.itemsize} bytes; the model's are {self._width}")
-        data = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
-        if len(data) % self._row_bytes:
-            raise _failed(f"{len(data)} bytes of routes are not whole rows of {self._row_bytes}")
-        expected = self._bounds.route_start + choice.num_route_bytes // self._row_bytes
-        if rows.token_start != expected:
-            raise _failed(f"route rows start at token {rows.token_start}; token {expected} is next")
-        end = choice.num_route_bytes + len(data)
-        if end > len(choice.routes):
-            raise _failed(f"{end // self._row_bytes} route rows exceed what was admitted")
-        choice.routes[choice.num_route_bytes : end] = data
-        choice.num_route_bytes = end
-
     def _captured(self, index: int, choice: _Choice) -> CapturedChoice:
         if not choice.num_prompt:
             raise _failed(f"choice {index} has no prompt")
-        rows = choice.num_route_bytes // self._row_bytes if self._layout is not None else 0
-        needed = choice.num_tokens - self._bounds.route_start - 1
-        if self._layout is not None and (rows != needed or needed < 0):
-            raise _failed(
-                f"choice {index} has {rows} route rows; {choice.num_tokens} tokens from {self._bounds.route_start} on "
-                f"need {needed}"
-            )
+        if self._layout is not None and choice.routes is None:
+            raise _failed(f"choice {index} has no routes")
         return CapturedChoice(
             index=index,
             num_prompt=choice.num_prompt,
             tokens=choice.tokens[: choice.num_tokens].cast("B"),
             logprobs=choice.logprobs[: choice.num_logprobs].cast("B") if self._with_logprobs else None,
-            routes=choice.routes[: choice.num_route_bytes] if self._layout is not None else None,
-            route_start=self._bounds.route_start,
-            route_width=self._width,
-            layout=self._layout,
+            routes=choice.routes,
         )
 
 

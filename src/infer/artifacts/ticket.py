@@ -12,6 +12,7 @@ from infer.artifacts.destination import Destination
 from infer.artifacts.receipt import ArtifactReceipt
 from infer.artifacts.request import ArtifactRequest
 from infer.errors import ArtifactError
+from infer.types import CapturedRows
 
 if TYPE_CHECKING:
     from infer.artifacts.generation import GenerationArtifact
@@ -55,9 +56,9 @@ class Ticket:
         """`Capture.record`, but a violation marks the artifact as failed and never disturbs the generation."""
         self._guard(lambda: self.capture.record(choice_index, **captured))
 
-    def trim(self, choice_index: int, completion_tokens: int) -> None:
-        """`Capture.trim`, guarded in the same way."""
-        self._guard(lambda: self.capture.trim(choice_index, completion_tokens))
+    def set_routes(self, choice_index: int, rows: CapturedRows) -> None:
+        """`Capture.set_routes`, guarded in the same way."""
+        self._guard(lambda: self.capture.set_routes(choice_index, rows))
 
     async def finish(self, artifact: GenerationArtifact | None = None, *, aborted: bool = False) -> ArtifactReceipt:
         """Encode, deliver, and say what became of it. Never raises for a failed artifact; the second call is an error.
@@ -74,6 +75,13 @@ class Ticket:
         if self.failure is not None:
             return self._pipeline.fail(self, self.failure.code)
         return await self._pipeline.deliver(self, self.capture if artifact is None else artifact)
+
+    def abandon(self, code: str = "artifact_cancelled") -> None:
+        """The request ended without anybody to tell: counted, and released. Does nothing to a finished one."""
+        if not self._finished:
+            self._finished = True
+            self._pipeline.fail(self, code)
+        self.release()
 
     def release(self) -> None:
         """Forget the captured data and give the reservation back; a running delivery does so at its end. Idempotent."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.feasibility import check_feasible
 from infer.engine.prompts import PromptEncoder
+from infer.engine.request import Request
 from infer.engine.step import SamplingSpec
 from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError, shown
 from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
-    from infer.engine.request import Request
+    from infer.engine.outputs import Outbox
     from infer.engine.scheduler.scheduler import Scheduler
     from infer.plugins.tokenizer import Tokenizer
     from infer.text.chat_template import ChatTemplate
@@ -63,9 +64,16 @@ class Admission:
         self.max_model_len = max_model_len
 
     async def admit(
-        self, prompt: Prompt, params: SamplingParams | None, tools: Sequence[dict[str, Any]] | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        tools: Sequence[dict[str, Any]] | None,
+        *,
+        private_logprobs: bool = False,
     ) -> Admitted:
-        """Raises `InvalidRequestError` or `ContextLengthError` naming the parameter and the value."""
+        """`private_logprobs`: the engine computes the chosen tokens' although the caller is not given any.
+
+        Raises `InvalidRequestError` or `ContextLengthError` naming the parameter and the value."""
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"params is {type(params).__name__}, not SamplingParams", parameter="params", value=params
@@ -79,11 +87,12 @@ class Admission:
         prompt_ids = await self.prompts.encode(prompt, tools=tools)
         max_tokens = self._check_length(len(prompt_ids), params)
         self._check_ids(prompt_ids, params)
+        _check_route_start(params, len(prompt_ids))
         stop_ids: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
         if not params.ignore_eos:
             for token_id in dict.fromkeys((*self._model.eos_token_ids, *self._tokenizer.eos_token_ids)):
                 stop_ids.setdefault(token_id, None)
-        spec = self._spec(params, stop_ids)
+        spec = self._spec(params, stop_ids, params.wants_logprobs or private_logprobs)
         check_feasible(spec, prompt_ids, stop_ids, max_tokens, self._model.vocab_size)
         specs = [spec] + [_choice_spec(spec, index) for index in range(1, params.n)]
         return Admitted(
@@ -168,7 +177,7 @@ class Admission:
                 f"n={params.n} is more than scheduler.max_num_seqs={self._max_num_seqs}", parameter="n", value=params.n
             )
 
-    def _spec(self, params: SamplingParams, stop_ids: dict[int, int | None]) -> SamplingSpec:
+    def _spec(self, params: SamplingParams, stop_ids: dict[int, int | None], logprobs: bool) -> SamplingSpec:
         return SamplingSpec(
             seed=params.seed or 0,
             temperature=params.temperature,
@@ -183,7 +192,7 @@ class Admission:
             logit_bias=tuple(sorted(params.logit_bias.items())),
             allowed_token_ids=params.allowed_token_ids,
             bad_words=self._bad_words(params.bad_words),
-            logprobs=(params.logprobs or 0) if params.wants_logprobs else None,
+            logprobs=(params.logprobs or 0) if logprobs else None,
             prompt_logprobs=params.prompt_logprobs,
             logprobs_mode=params.logprobs_mode,
             logprob_token_ids=params.logprob_token_ids or (),
@@ -208,6 +217,47 @@ def _choice_spec(spec: SamplingSpec, index: int) -> SamplingSpec:
     fields["seed"] = (spec.seed + index) % 2**63
     fields["prompt_logprobs"] = None
     return SamplingSpec(**fields)
+
+
+def _check_route_start(params: SamplingParams, prompt_len: int) -> None:
+    """Also where no routes are asked for: a wrong number means that the caller counts differently."""
+    start = params.routed_experts_prompt_start
+    if start > prompt_len:
+        raise InvalidRequestError(
+            f"routed_experts_prompt_start={shown(start)} must not exceed the prompt length ({prompt_len})",
+            parameter="routed_experts_prompt_start",
+            value=start,
+        )
+
+
+def make_requests(
+    admitted: Admitted,
+    name: str,
+    outbox: Outbox,
+    arrivals: Iterator[int],
+    priority: int,
+    cache_salt: str | None,
+    deadline: float | None,
+    arrived_at: float,
+) -> list[Request]:
+    """One sequence per choice."""
+    return [
+        Request(
+            request_id=name,
+            choice_index=index,
+            prompt_ids=admitted.prompt_ids,
+            sampling=spec,
+            max_tokens=admitted.max_tokens,
+            stop_ids=admitted.stop_ids,
+            outbox=outbox,
+            priority=priority,
+            arrival=next(arrivals),
+            cache_salt=cache_salt,
+            deadline=deadline,
+            arrived_at=arrived_at,
+        )
+        for index, spec in enumerate(admitted.specs)
+    ]
 
 
 def _length(prompt: Sequence[Any]) -> int:

@@ -21,16 +21,18 @@ from infer.config.resolve import ResolvedConfig
 from infer.engine import startup
 from infer.engine.admission import (
     Admission,
-    Admitted,
     check_many,
     check_name,
     check_room,
     check_scheduling,
     deadline_at,
+    make_requests,
     refuse_unavailable,
 )
 from infer.engine.blocking import BlockingEngine
+from infer.engine.delivery import SELECTED_LOGPROBS, Deliveries, check_artifact
 from infer.engine.home import Home
+from infer.engine.many import at_most
 from infer.engine.metrics import EngineMetrics
 from infer.engine.outputs import Outbox
 from infer.engine.prompts import PromptEncoder
@@ -43,6 +45,8 @@ from infer.plugins.model_source import ProgressCallback
 from infer.types import Completion, FinishReason, Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from infer.artifacts.pipeline import PipelineStatistics
+    from infer.artifacts.request import ArtifactRequest
     from infer.plugins.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -108,6 +112,8 @@ class Engine:
             use_generation_config=self.config.model.use_generation_config,
             max_model_len=max_len if limit is None else min(max_len, limit),
         )
+        self._deliveries = Deliveries(self.config.artifacts, parts)
+        await self._deliveries.__aenter__()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(parts.loop.run, name="infer engine loop")
@@ -129,7 +135,10 @@ class Engine:
             await self._tasks.__aexit__(None, None, None)
             return None
         finally:
-            await startup.stop(self._parts)
+            try:  # no request runs any more; what is being delivered has its time
+                await self._deliveries.__aexit__(None, None, None)
+            finally:
+                await startup.stop(self._parts)
             self._parts = None
             self._requests.clear()
             self._state = "closed"
@@ -182,6 +191,17 @@ class Engine:
         return self._open_parts().scheduler.metrics
 
     @property
+    def artifact_statistics(self) -> PipelineStatistics:
+        """Counts, bytes and seconds of generation artifacts since start. Live: read, do not write."""
+        self._open_parts()
+        return self._deliveries.pipeline.statistics
+
+    def artifact_limits(self) -> dict[str, int]:
+        """What bounds an artifact here; `longest_sequence` is in tokens, with everything that can be captured."""
+        self._open_parts()
+        return self._deliveries.limits()
+
+    @property
     def request_ids(self) -> tuple[str, ...]:
         """Of the requests that wait or run."""
         return tuple(self._requests)
@@ -196,7 +216,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        artifact: None = None,
+        artifact: ArtifactRequest | None = None,
         lora: None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         deadline: float | None = None,
@@ -229,7 +249,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        artifact: None = None,
+        artifact: ArtifactRequest | None = None,
         lora: None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         deadline: float | None = None,
@@ -265,24 +285,7 @@ class Engine:
         params: one for all, or one per prompt. max_concurrent: None takes twice scheduler.max_num_seqs.
         """
         each = check_many(prompts, params, max_concurrent)
-        limiter = anyio.Semaphore(max_concurrent or 2 * self.resolved.scheduler.max_num_seqs)
-        done: list[Completion | None] = [None] * len(prompts)
-        failures: list[Exception] = []
-
-        async def one(index: int) -> None:
-            async with limiter:
-                try:
-                    done[index] = await self.generate(prompts[index], each[index])
-                except Exception as error:
-                    failures.append(error)
-                    tasks.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(prompts)):
-                tasks.start_soon(one, index)
-        if failures:
-            raise failures[0]
-        return [completion for completion in done if completion is not None]
+        return await at_most(max_concurrent or 2 * self.resolved.scheduler.max_num_seqs, self.generate, prompts, each)
 
     def abort(self, request_id: str) -> bool:
         """End a request with what it has, finish_reason "abort". False if there is no such request."""
@@ -324,7 +327,7 @@ class Engine:
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
-        artifact: None,
+        artifact: ArtifactRequest | None,
         lora: None,
         tools: Sequence[dict[str, Any]] | None,
         deadline: float | None,
@@ -334,18 +337,33 @@ class Engine:
 
         async def submit(stream: Stream) -> None:
             arrived_at = self._clock()
-            parts = self._serving_parts()
-            refuse_unavailable(artifact=artifact, lora=lora)
+            self._serving_parts()
+            refuse_unavailable(lora=lora)
+            wanted = check_artifact(artifact)
             limit = deadline_at(deadline, called_at)
             check_scheduling(priority, cache_salt)
-            admitted = await self._admission.admit(prompt, params, tools)
+            private = wanted is not None and SELECTED_LOGPROBS in wanted.contents
+            admitted = await self._admission.admit(prompt, params, tools, private_logprobs=private)
             parts = self._serving_parts()
             name = self._new_name() if request_id is None else check_name(request_id, self._requests)
             check_room(parts.scheduler, parts.mailbox.arrivals, len(admitted.specs))
-            outbox = Outbox(interval or parts.resolved.scheduler.stream_interval)
-            requests = self._make_requests(name, admitted, outbox, priority, cache_salt, limit, arrived_at)
+            delivery = await self._deliveries.admit(wanted, admitted, name)
+            try:
+                parts = self._serving_parts()
+                if delivery is not None:  # others may have come in the meantime
+                    check_name(name, self._requests)
+                    check_room(parts.scheduler, parts.mailbox.arrivals, len(admitted.specs))
+                every = interval or parts.resolved.scheduler.stream_interval
+                outbox = Outbox(every if delivery is None else min(every, delivery.interval or every))
+                requests = make_requests(
+                    admitted, name, outbox, self._arrivals, priority, cache_salt, limit, arrived_at
+                )
+                stream.attach(requests, admitted, parts.tokenizer, outbox, delivery)
+            except BaseException:
+                if delivery is not None:
+                    delivery.release()
+                raise
             self._requests[name] = requests
-            stream.attach(requests, admitted, parts.tokenizer, outbox)
             requests[0].siblings = tuple(requests[1:])
             parts.mailbox.post_request(requests[0])
 
@@ -357,34 +375,6 @@ class Engine:
         if parts.loop.death is not None:
             raise EngineDeadError(str(parts.loop.death)) from (parts.loop.death.__cause__ or parts.loop.death)
         return parts
-
-    def _make_requests(
-        self,
-        name: str,
-        admitted: Admitted,
-        outbox: Outbox,
-        priority: int,
-        cache_salt: str | None,
-        deadline: float | None,
-        arrived_at: float,
-    ) -> list[Request]:
-        return [
-            Request(
-                request_id=name,
-                choice_index=index,
-                prompt_ids=admitted.prompt_ids,
-                sampling=spec,
-                max_tokens=admitted.max_tokens,
-                stop_ids=admitted.stop_ids,
-                outbox=outbox,
-                priority=priority,
-                arrival=next(self._arrivals),
-                cache_salt=cache_salt,
-                deadline=deadline,
-                arrived_at=arrived_at,
-            )
-            for index, spec in enumerate(admitted.specs)
-        ]
 
     def _end_request(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         """A reader is done with a choice that the engine may still be generating."""

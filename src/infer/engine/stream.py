@@ -21,6 +21,7 @@ from infer.types import Choice, Completion, Delta, FinishReason, TokenLogprob, U
 
 if TYPE_CHECKING:
     from infer.engine.admission import Admitted
+    from infer.engine.delivery import Delivery
     from infer.engine.step import PositionLogprobs
     from infer.plugins.tokenizer import Tokenizer
 
@@ -119,7 +120,8 @@ def public_logprobs(entries: list[PositionLogprobs]) -> tuple[TokenLogprob, ...]
 class Stream:
     """One request while it runs: `async with engine.stream(...) as stream: async for delta in stream: ...`.
 
-    After the loop `stream.result` is what `generate` returns. Leaving the block early aborts the request.
+    After the loop `stream.result` is what `generate` returns. Leaving the block early aborts the request. With an artifact
+    the loop ends when its receipt is there; the last delta comes before it is delivered.
     """
 
     def __init__(
@@ -140,9 +142,18 @@ class Stream:
         self._prompt_logprobs: list[PositionLogprobs] = []
         self._result: Completion | None = None
         self._failed = False
+        self._delivery: Delivery | None = None
 
-    def attach(self, requests: list[Request], admitted: Admitted, tokenizer: Tokenizer, outbox: Outbox) -> None:
+    def attach(
+        self,
+        requests: list[Request],
+        admitted: Admitted,
+        tokenizer: Tokenizer,
+        outbox: Outbox,
+        delivery: Delivery | None = None,
+    ) -> None:
         """Called by the engine once the request is queued."""
+        self._delivery = delivery
         self._requests = requests
         self._admitted = admitted
         self._outbox = outbox
@@ -168,13 +179,6 @@ class Stream:
         return (None, *public_logprobs([*self._prompt_logprobs, *self._outbox.prompt_logprobs_left()]))
 
     @property
-    def prefilled(self) -> tuple[int, int]:
-        """(prompt tokens computed or being computed, all prompt tokens)."""
-        self._check_entered()
-        first = self._requests[0]
-        return min(first.num_computed, first.prompt_len) if not first.num_output else first.prompt_len, first.prompt_len
-
-    @property
     def seeds(self) -> tuple[int, ...]:
         """In force, one for each choice."""
         self._check_entered()
@@ -185,6 +189,13 @@ class Stream:
         """The fields that came from the checkpoint's generation_config.json, with their values."""
         self._check_entered()
         return self._admitted.defaults
+
+    @property
+    def prefilled(self) -> tuple[int, int]:
+        """(prompt tokens computed or being computed, all prompt tokens)."""
+        self._check_entered()
+        first = self._requests[0]
+        return min(first.num_computed, first.prompt_len) if not first.num_output else first.prompt_len, first.prompt_len
 
     @property
     def result(self) -> Completion:
@@ -211,6 +222,8 @@ class Stream:
         for request in self._requests:
             if request.finish_reason is None:
                 self._end(request, "abort", None)
+        if self._delivery is not None:
+            self._delivery.release()
         if self._requests:
             self._forget(self.request_id)
 
@@ -222,24 +235,46 @@ class Stream:
         while not self._deltas:
             if self._result is not None or self._failed:
                 raise StopAsyncIteration
-            await self._fetch()
+            if self._has_ended:
+                await self._deliver()
+            else:
+                await self._fetch()
         return self._deltas.popleft()
 
     async def _fetch(self) -> None:
         for update in await self._outbox.take():
             if update.error is not None:
                 self._failed = True
+                if self._delivery is not None:
+                    self._delivery.release("artifact_capture_failed")
                 raise _own_copy(update.error)
             choice = self._choices[update.choice_index]
             self._prompt_logprobs += update.prompt_logprobs
             delta = choice.read(update)
             if delta is None:
                 continue
+            if self._delivery is not None:
+                kept = len(delta.token_ids)
+                self._delivery.record(choice.index, delta.token_ids, update.logprobs[:kept])
             if delta.finish_reason is not None and update.finish_reason is None:
                 self._end(self._requests[choice.index], "stop", delta.stop_reason)
             self._deltas.append(delta)
-        if all(choice.finish_reason is not None for choice in self._choices):
+        if self._has_ended and self._delivery is None:
             self._result = self._complete()
+
+    @property
+    def _has_ended(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    async def _deliver(self) -> None:
+        """Every delta was handed out, the last included: nobody waits for storage but who waits for the receipt."""
+        if self._delivery is None:
+            raise EngineError("a request without a delivery has nothing to wait for")
+        done = self._complete()
+        receipt = await self._delivery.finish(done.choices)
+        self._result = replace(done, artifact=receipt)
+        if self._delivery.is_strict:
+            receipt.raise_if_failed()
 
     def _complete(self) -> Completion:
         admitted, first = self._admitted, self._requests[0]

@@ -13,12 +13,14 @@ import pytest
 from infer.artifacts import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs, decode
 from infer.artifacts.admission import GenerationBounds, payload_bytes
 from infer.artifacts.assembly import assemble, encode_source
-from infer.artifacts.capture import Capture, RouteRows
+from infer.artifacts.capture import Capture
 from infer.artifacts.router_layout import RouterLayout
 from infer.errors import ArtifactError
+from infer.types import CapturedRows
 
 LAYOUT = RouterLayout((3, 7), 4, 2)
 ALL = ("moe_routes", "selected_logprobs")
+DTYPES = {1: "uint8", 2: "uint16", 4: "int32"}
 
 
 def capture(contents: tuple[str, ...] = ALL, layout: RouterLayout | None = LAYOUT, **changes: Any) -> Capture:
@@ -26,9 +28,18 @@ def capture(contents: tuple[str, ...] = ALL, layout: RouterLayout | None = LAYOU
     return Capture(contents, GenerationBounds(**facts))
 
 
-def rows(start: int, count: int, width: int = 1) -> RouteRows:
-    values = (np.arange(start, start + count).repeat(4) % 4).astype(f"u{width}")
-    return RouteRows(start, values.tobytes())
+def rows(start: int, count: int, width: int = 1, **changes: Any) -> CapturedRows:
+    facts: dict[str, Any] = {
+        "field": "moe_routes",
+        "start": start,
+        "count": count,
+        "data": expected_ids(start, count).astype(f"<u{width}").tobytes(),
+        "dtype": DTYPES[width],
+        "row_shape": (2, 2),
+        "layer_ids": (3, 7),
+        "num_experts": 4,
+    }
+    return CapturedRows(**(facts | changes))
 
 
 def expected_ids(start: int, count: int) -> Any:
@@ -37,8 +48,9 @@ def expected_ids(start: int, count: int) -> Any:
 
 def filled() -> Capture:
     made = capture()
-    made.record(0, prompt_token_ids=[101, 102], token_ids=[201], logprobs=[-0.25], routes=rows(0, 2))
-    made.record(0, token_ids=[202, 203], logprobs=[-0.5, -1.5], routes=rows(2, 2))
+    made.record(0, prompt_token_ids=[101, 102], token_ids=[201], logprobs=[-0.25])
+    made.record(0, token_ids=[202, 203], logprobs=[-0.5, -1.5])
+    made.set_routes(0, rows(0, 4))
     return made
 
 
@@ -61,27 +73,17 @@ def test_two_deltas_make_an_artifact() -> None:
     assert decode(encode_source(filled(), 2**26).data) == GenerationArtifact([expected])
 
 
-@pytest.mark.parametrize("keep", [0, 1, 2, 3])
-def test_one_trim_cuts_everything(keep: int) -> None:
-    """BR-23."""
-    made = filled()
-    made.trim(0, keep)
-    (choice,) = assemble(made).choices
-    assert choice.moe_routes is not None and choice.selected_logprobs is not None
-    assert list(choice.sequence_token_ids) == [101, 102, 201, 202, 203][: 2 + keep]
-    assert len(choice.selected_logprobs.logprobs) == keep
-    assert np.array_equal(choice.moe_routes.expert_ids, expected_ids(0, 1 + keep))
-
-
 def test_routes_from_a_later_token() -> None:
     """T51: also from the end of the prompt with one token, which has no row."""
     made = capture(route_start=1)
-    made.record(0, prompt_token_ids=[1, 2], token_ids=[3, 4], logprobs=[-1, -2], routes=rows(1, 2))
+    made.record(0, prompt_token_ids=[1, 2], token_ids=[3, 4], logprobs=[-1, -2])
+    made.set_routes(0, rows(1, 2))
     (choice,) = assemble(made).choices
     assert choice.moe_routes is not None and choice.moe_routes.token_start == 1
     assert np.array_equal(choice.moe_routes.expert_ids, expected_ids(1, 2))
     empty = capture(("moe_routes",), route_start=2)
     empty.record(0, prompt_token_ids=[1, 2], token_ids=[3])
+    empty.set_routes(0, rows(2, 0))
     found = decode(encode_source(empty, 2**26).data).choices[0].moe_routes
     assert found is not None and np.asarray(found.expert_ids).shape == (0, 2, 2)
 
@@ -90,7 +92,8 @@ def test_four_choices_in_one_object() -> None:
     """BR-17."""
     made = capture(num_choices=4)
     for index in (2, 0, 3, 1):
-        made.record(index, prompt_token_ids=[1, 2], token_ids=[index], logprobs=[-index], routes=rows(0, 2))
+        made.record(index, prompt_token_ids=[1, 2], token_ids=[index], logprobs=[-index])
+        made.set_routes(index, rows(0, 2))
     choices = decode(encode_source(made, 2**26).data).choices
     assert [(choice.choice_index, list(choice.sequence_token_ids)) for choice in choices] == [
         (index, [1, 2, index]) for index in range(4)
@@ -99,16 +102,20 @@ def test_four_choices_in_one_object() -> None:
 
 @pytest.mark.parametrize(("experts", "width"), [(256, 1), (257, 2), (65_536, 2), (65_537, 4)])
 def test_routes_are_held_in_the_width_of_the_expert_count(experts: int, width: int) -> None:
-    """BR-02."""
+    """BR-02: and they are not copied; what is held beside them was admitted for tokens and log-probabilities."""
     layout = RouterLayout((0, 1), experts, 2)
     made = capture(("moe_routes",), layout)
-    assert made.capacity == 8 * -(-payload_bytes(("moe_routes",), 2, 3, layout) // 8)
-    made.record(0, prompt_token_ids=[1, 2], token_ids=[3], routes=rows(0, 2, width))
+    given = rows(0, 2, width, layer_ids=(0, 1), num_experts=experts)
+    made.record(0, prompt_token_ids=[1, 2], token_ids=[3])
+    made.set_routes(0, given)
+    assert made.choices()[0].routes is given
+    assert made.capacity + len(given.data) * 2 == payload_bytes(("moe_routes",), 2, 3, layout)
     (choice,) = assemble(made).choices
     assert choice.moe_routes is not None
     assert np.asarray(choice.moe_routes.expert_ids).dtype.itemsize == width
-    wide = memoryview(np.zeros((1, 2, 2), np.int64))
-    assert "8 bytes" in failure(lambda: made.record(0, token_ids=[4], routes=RouteRows(2, wide)))
+    other = 2 if width == 1 else width // 2
+    wrong = rows(0, 2, other, layer_ids=(0, 1), num_experts=experts)
+    assert DTYPES[other] in failure(lambda: made.set_routes(0, wrong))
 
 
 VIOLATIONS: dict[str, Any] = {
@@ -120,9 +127,16 @@ VIOLATIONS: dict[str, Any] = {
     "a token that is text": {"token_ids": ["a"], "logprobs": [-1.0]},
     "another prompt": {"prompt_token_ids": [1, 3]},
     "a longer prompt": {"prompt_token_ids": [1, 2, 3]},
-    "a gap in the routes": {"routes": rows(1, 1)},
-    "half a row": {"routes": RouteRows(0, b"\0\0")},
-    "more rows than admitted": {"routes": rows(0, 5)},
+}
+WRONG_ROWS: dict[str, CapturedRows] = {
+    "one too few": rows(0, 1),
+    "one too many": rows(0, 3),
+    "none": rows(0, 0),
+    "another start": rows(1, 2),
+    "half a row": rows(0, 2, data=b"\0" * 7),
+    "another shape": rows(0, 2, row_shape=(1, 4)),
+    "other layers": rows(0, 2, layer_ids=(3, 8)),
+    "incomplete": rows(0, 2, error="the rows of a block were lost"),
 }
 
 
@@ -140,17 +154,24 @@ def test_more_violations() -> None:
     failure(lambda: made.record(1, prompt_token_ids=[1, 2]))
     failure(lambda: made.record(-1, prompt_token_ids=[1, 2]))
     failure(lambda: assemble(capture()))
-    failure(lambda: made.trim(0, 1))
     made.release()
     failure(lambda: made.record(0, prompt_token_ids=[1, 2]))
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_an_incomplete_artifact_is_none(count: int) -> None:
+@pytest.mark.parametrize("name", WRONG_ROWS)
+def test_wrong_rows_are_no_artifact(name: str) -> None:
     """T56: two tokens and one prompt need two rows."""
     made = capture(("moe_routes",))
-    made.record(0, prompt_token_ids=[1, 2], token_ids=[3], routes=rows(0, count) if count else None)
+    made.record(0, prompt_token_ids=[1, 2], token_ids=[3])
+    failure(lambda: made.set_routes(0, WRONG_ROWS[name]))
     failure(lambda: assemble(made))
+
+
+def test_rows_that_nobody_asked_for_are_left_alone() -> None:
+    made = capture(())
+    made.record(0, prompt_token_ids=[1, 2], token_ids=[3])
+    made.set_routes(0, rows(0, 2))
+    assert made.choices()[0].routes is None
 
 
 def test_what_is_held_is_what_was_admitted() -> None:
@@ -159,12 +180,11 @@ def test_what_is_held_is_what_was_admitted() -> None:
     tracemalloc.start()
     made = Capture(ALL, limits)
     made.record(0, prompt_token_ids=[1])
-    for start in range(0, 100_000, 1000):
-        ids = np.zeros((1000, 1, 8), np.uint8)
-        made.record(0, token_ids=[7] * 1000, logprobs=[-1.0] * 1000, routes=RouteRows(start, memoryview(ids)))
+    for _ in range(100):
+        made.record(0, token_ids=[7] * 1000, logprobs=[-1.0] * 1000)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert made.capacity == 100_001 * 8 + 100_000 * 4 + 100_000 * 8
+    assert made.capacity == 100_001 * 8 + 100_000 * 4
     assert held < 65_536
 
 

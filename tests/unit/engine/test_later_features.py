@@ -66,9 +66,6 @@ LATER_ARGUMENTS = [
         ],
         id="case_23",
     ),
-    pytest.param(
-        "artifact", {"fields": ["moe_routes"]}, marks=pytest.mark.waits("SAMPLE-ROUTED-EXPERTS"), id="artifact"
-    ),
 ]
 
 
