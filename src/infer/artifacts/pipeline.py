@@ -22,7 +22,6 @@ import anyio.to_thread
 
 from infer.artifacts.admission import (
     KNOWN_CONTENTS,
-    Admitted,
     GenerationBounds,
     admit,
     check_request,
@@ -134,7 +133,7 @@ class ArtifactPipeline:
             destination = resolve_destination(request, self.settings, self._registry)
             admitted = admit(request, bounds, self.settings.max_decoded_bytes, destination.max_bytes)
             self._check_expiry(request, bounds, destination)
-            await self._reserve(admitted)
+            await self.reserve(admitted.reserved_bytes)
         except ArtifactRefusedError as error:
             self.statistics.refused[error.code] += 1
             raise
@@ -207,11 +206,11 @@ class ArtifactPipeline:
                 code="artifact_target_expires_too_soon",
             )
 
-    async def _reserve(self, admitted: Admitted) -> None:
-        amount = admitted.reserved_bytes
+    async def reserve(self, amount: int) -> None:
+        """Room for bytes that a request may hold, to be given back. Waits; raises `ArtifactRefusedError`."""
         if amount > self._budget.total:
             raise ArtifactRefusedError(
-                f"the artifact may hold {amount} bytes; artifacts.process_bytes is {self._budget.total}",
+                f"the request may hold {amount} bytes; artifacts.process_bytes is {self._budget.total}",
                 code="artifact_limit_exceeded",
             )
         if not await self._budget.acquire(amount, self.settings.queue_timeout_seconds):

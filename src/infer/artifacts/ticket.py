@@ -76,11 +76,15 @@ class Ticket:
             return self._pipeline.fail(self, self.failure.code)
         return await self._pipeline.deliver(self, self.capture if artifact is None else artifact)
 
+    def give_up(self, code: str) -> ArtifactReceipt:
+        """Instead of `finish`: nothing can be delivered, for that reason."""
+        self._finished = True
+        return self._pipeline.fail(self, code)
+
     def abandon(self, code: str = "artifact_cancelled") -> None:
         """The request ended without anybody to tell: counted, and released. Does nothing to a finished one."""
         if not self._finished:
-            self._finished = True
-            self._pipeline.fail(self, code)
+            self.give_up(code)
         self.release()
 
     def release(self) -> None:

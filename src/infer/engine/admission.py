@@ -22,6 +22,7 @@ from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from infer.engine.aux.rows import RequestRows
     from infer.engine.outputs import Outbox
     from infer.engine.scheduler.scheduler import Scheduler
     from infer.plugins.tokenizer import Tokenizer
@@ -79,7 +80,6 @@ class Admission:
                 f"params is {type(params).__name__}, not SamplingParams", parameter="params", value=params
             )
         params, defaults = self._with_defaults(params or SamplingParams())
-        refuse_unavailable(return_routed_experts=params.return_routed_experts or None)
         if isinstance(self._tokenizer, NoTokenizer):
             self._tokenizer.check(params)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
@@ -234,13 +234,14 @@ def make_requests(
     admitted: Admitted,
     name: str,
     outbox: Outbox,
+    rows: Sequence[RequestRows],
     arrivals: Iterator[int],
     priority: int,
     cache_salt: str | None,
     deadline: float | None,
     arrived_at: float,
 ) -> list[Request]:
-    """One sequence per choice."""
+    """One sequence per choice; `rows` is empty or has one entry for each."""
     return [
         Request(
             request_id=name,
@@ -250,6 +251,7 @@ def make_requests(
             max_tokens=admitted.max_tokens,
             stop_ids=admitted.stop_ids,
             outbox=outbox,
+            rows=rows[index] if rows else None,
             priority=priority,
             arrival=next(arrivals),
             cache_salt=cache_salt,

@@ -5,7 +5,7 @@ Runs in the request's task. Part of the facade: the one module of the engine tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -15,16 +15,18 @@ from infer.artifacts.receipt import ArtifactReceipt
 from infer.artifacts.request import ArtifactRequest
 from infer.artifacts.router_layout import RouterLayout
 from infer.artifacts.ticket import Ticket
-from infer.config.capture import MOE_ROUTES, ResolvedCapture
-from infer.errors import InvalidRequestError, shown
+from infer.config.capture import MOE_ROUTES, CaptureProfile
+from infer.engine.aux.rows import RequestRows
+from infer.errors import EngineError, InvalidRequestError, shown
 
 if TYPE_CHECKING:
     from infer.config.artifacts import ArtifactsSection
     from infer.engine.admission import Admitted
     from infer.engine.metrics import EngineMetrics, Histogram
+    from infer.engine.request import Request
     from infer.engine.startup import EngineParts
     from infer.engine.step import PositionLogprobs
-    from infer.types import Choice
+    from infer.types import CapturedRows, Choice
 
 SELECTED_LOGPROBS = "selected_logprobs"
 LOGPROB_INTERVAL = 256
@@ -37,7 +39,12 @@ class Deliveries:
 
     def __init__(self, settings: ArtifactsSection, parts: EngineParts) -> None:
         self.pipeline = ArtifactPipeline(settings, parts.registry)
-        self.layout = router_layout(parts.resolved.capture)
+        capture = parts.resolved.capture
+        routes = None if capture is None else capture.profile(MOE_ROUTES)
+        self._profiles = () if routes is None else (routes,)
+        self.layout = (
+            None if routes is None else RouterLayout(routes.layer_ids, routes.num_experts, routes.row_shape[1])
+        )
         self._metrics = parts.scheduler.metrics
 
     async def __aenter__(self) -> Self:
@@ -50,13 +57,18 @@ class Deliveries:
         await self.pipeline.__aexit__(kind, error, trace)
 
     async def admit(self, artifact: ArtifactRequest | None, admitted: Admitted, request_id: str) -> Delivery | None:
-        """None when nothing is to be delivered. May wait for room. Raises `ArtifactRefusedError`.
-
-        The caller releases what it got.
-        """
-        if artifact is None:
-            return None
+        """None when nothing is to be delivered. May wait for room. Raises `ArtifactRefusedError` or
+        `InvalidRequestError`; the caller releases what it got."""
         params = admitted.params
+        inline = params.return_routed_experts
+        if artifact is None and not inline:
+            return None
+        if inline and self.layout is None:
+            raise InvalidRequestError(
+                "return_routed_experts needs capture.routed_experts=True and a model with mixture-of-experts layers",
+                parameter="return_routed_experts",
+                value=True,
+            )
         bounds = GenerationBounds(
             prompt_tokens=len(admitted.prompt_ids),
             max_tokens=admitted.max_tokens,
@@ -68,10 +80,20 @@ class Deliveries:
             expected_seconds=expected_seconds(self._metrics, admitted.max_tokens),
             request_id=request_id,
         )
-        ticket = await self.pipeline.admit(artifact, bounds)
-        for index in range(params.n):
-            ticket.record(index, prompt_token_ids=admitted.prompt_ids)
-        return Delivery(ticket)
+        in_artifact = artifact is not None and MOE_ROUTES in artifact.contents
+        profiles = self._profiles if inline or in_artifact else ()
+        ticket = None if artifact is None else await self.pipeline.admit(artifact, bounds)
+        delivery = Delivery(self.pipeline, bounds, ticket, profiles)
+        if inline and not in_artifact:  # the rows of an artifact were admitted with it
+            try:
+                await delivery.reserve_rows()
+            except BaseException:
+                delivery.release()
+                raise
+        if ticket is not None:
+            for index in range(params.n):
+                ticket.record(index, prompt_token_ids=admitted.prompt_ids)
+        return delivery
 
     def limits(self) -> dict[str, int]:
         """What is in force, for whoever asks the server."""
@@ -81,43 +103,87 @@ class Deliveries:
 class Delivery:
     """What one request delivers. `record` while it runs, `finish` when every choice has ended, `release` in any case."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(
+        self,
+        pipeline: ArtifactPipeline,
+        bounds: GenerationBounds,
+        ticket: Ticket | None,
+        profiles: tuple[CaptureProfile, ...],
+    ) -> None:
+        self._pipeline = pipeline
+        self._bounds = bounds
         self._ticket = ticket
-        self._with_logprobs = SELECTED_LOGPROBS in ticket.request.contents
+        self._profiles = profiles
+        self._contents = () if ticket is None else ticket.request.contents
+        self._reserved = 0
+
+    @property
+    def has_artifact(self) -> bool:
+        return self._ticket is not None
 
     @property
     def interval(self) -> int | None:
         """Tokens after which the request is to be read at the latest."""
-        return LOGPROB_INTERVAL if self._with_logprobs else None
+        return LOGPROB_INTERVAL if SELECTED_LOGPROBS in self._contents else None
+
+    async def reserve_rows(self) -> None:
+        """Room for rows that go to the caller. Raises `ArtifactRefusedError`."""
+        amount = sum(rows.nbytes for rows in self.make_rows())
+        await self._pipeline.reserve(amount)
+        self._reserved = amount
+
+    def make_rows(self) -> list[RequestRows]:
+        """Where the captured rows of each choice go; empty when none are wanted. Takes no memory until rows come."""
+        if not self._profiles:
+            return []
+        bounds = self._bounds
+        first = RequestRows(
+            self._profiles,
+            prompt_len=bounds.prompt_tokens,
+            max_tokens=bounds.max_tokens,
+            start=bounds.route_start,
+        )
+        return [first, *(first.sibling() for _ in range(1, bounds.num_choices))]
 
     def record(self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
         """What a choice gained, trimmed already."""
-        values = [entry.logprob for entry in logprobs] if self._with_logprobs else None
-        self._ticket.record(choice_index, token_ids=token_ids, logprobs=values)
+        if self._ticket is not None:
+            values = [entry.logprob for entry in logprobs] if SELECTED_LOGPROBS in self._contents else None
+            self._ticket.record(choice_index, token_ids=token_ids, logprobs=values)
 
-    async def finish(self, choices: Sequence[Choice]) -> ArtifactReceipt:
-        """Deliver, and say what became of it."""
+    async def finish(self, choices: Sequence[Choice], rows: Sequence[Mapping[str, CapturedRows]]) -> ArtifactReceipt:
+        """Deliver, and say what became of it. `rows` are those of each choice."""
         ticket = self._ticket
-        if MOE_ROUTES in ticket.request.contents:
-            for choice in choices:
-                ticket.set_routes(choice.index, choice.captured[MOE_ROUTES])
-        return await ticket.finish(aborted=any(choice.finish_reason == "abort" for choice in choices))
+        if ticket is None:
+            raise EngineError("this request asked for no artifact")
+        aborted = any(choice.finish_reason == "abort" for choice in choices)
+        if MOE_ROUTES in self._contents:
+            routes = [held[MOE_ROUTES] for held in rows]
+            if aborted and any(held.error for held in routes):  # it never came to a first token
+                return ticket.give_up("artifact_cancelled")
+            for choice, held in zip(choices, routes, strict=True):
+                ticket.set_routes(choice.index, held)
+        return await ticket.finish(aborted=aborted)
 
     @property
     def is_strict(self) -> bool:
-        return self._ticket.request.strict
+        return self._ticket is not None and self._ticket.request.strict
 
     def release(self, code: str = "artifact_cancelled") -> None:
         """What was not finished is counted as failed, for that reason. Waits for nothing; later calls change nothing."""
-        self._ticket.abandon(code)
+        if self._ticket is not None:
+            self._ticket.abandon(code)
+        if self._reserved:
+            self._pipeline.give_back(self._reserved)
+            self._reserved = 0
 
 
-def router_layout(capture: ResolvedCapture | None) -> RouterLayout | None:
-    """The routers whose rows are captured; None when routes are not."""
-    profile = None if capture is None else capture.profile(MOE_ROUTES)
-    if profile is None:
-        return None
-    return RouterLayout(profile.layer_ids, profile.num_experts, profile.row_shape[1])
+def taken_rows(request: Request, num_output: int) -> dict[str, CapturedRows]:
+    """The captured rows of a choice, cut with its tokens."""
+    if request.rows is None:
+        return {}
+    request.rows.trim(request.prompt_len + num_output)
+    return request.rows.export()
 
 
 def check_artifact(artifact: object) -> ArtifactRequest | None:

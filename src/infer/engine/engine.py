@@ -355,8 +355,9 @@ class Engine:
                     check_room(parts.scheduler, parts.mailbox.arrivals, len(admitted.specs))
                 every = interval or parts.resolved.scheduler.stream_interval
                 outbox = Outbox(every if delivery is None else min(every, delivery.interval or every))
+                rows = [] if delivery is None else delivery.make_rows()
                 requests = make_requests(
-                    admitted, name, outbox, self._arrivals, priority, cache_salt, limit, arrived_at
+                    admitted, name, outbox, rows, self._arrivals, priority, cache_salt, limit, arrived_at
                 )
                 stream.attach(requests, admitted, parts.tokenizer, outbox, delivery)
             except BaseException:

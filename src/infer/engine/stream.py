@@ -6,18 +6,19 @@ Runs in the request's task. Part of the facade; owns the detokenizer and stop ma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from infer.engine.delivery import taken_rows
 from infer.engine.metrics import request_timings
 from infer.engine.outputs import ChoiceUpdate, Outbox
 from infer.engine.request import Request
 from infer.errors import EngineError
 from infer.text.detokenizer import Detokenizer
 from infer.text.stop import StopMatch, StopMatcher, StopStrings
-from infer.types import Choice, Completion, Delta, FinishReason, TokenLogprob, Usage
+from infer.types import CapturedRows, Choice, Completion, Delta, FinishReason, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from infer.engine.admission import Admitted
@@ -88,7 +89,7 @@ class ChoiceText:
         self.logprobs += public
         return public
 
-    def choice(self) -> Choice:
+    def choice(self, request: Request, captured: Mapping[str, CapturedRows]) -> Choice:
         if self.finish_reason is None:
             raise EngineError(f"choice {self.index} has not ended")
         return Choice(
@@ -99,6 +100,8 @@ class ChoiceText:
             stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             seed=self.seed,
+            captured=captured,
+            weight_versions=request.weight_versions(len(self.token_ids)),
         )
 
 
@@ -143,6 +146,8 @@ class Stream:
         self._result: Completion | None = None
         self._failed = False
         self._delivery: Delivery | None = None
+        self._ended: dict[int, Choice] = {}
+        self._rows: dict[int, dict[str, CapturedRows]] = {}
 
     def attach(
         self,
@@ -205,6 +210,12 @@ class Stream:
             raise EngineError("the stream has no result yet: read it to its end first")
         return self._result
 
+    def choice(self, index: int) -> Choice:
+        """A choice whose last delta is there; the others may still run."""
+        if index not in self._ended:
+            raise EngineError(f"choice {index} has not ended")
+        return self._ended[index]
+
     def _check_entered(self) -> None:
         if not self._requests:
             raise EngineError("the stream was not entered: use it as `async with engine.stream(...) as stream`")
@@ -222,6 +233,9 @@ class Stream:
         for request in self._requests:
             if request.finish_reason is None:
                 self._end(request, "abort", None)
+            if request.rows is not None:
+                request.rows.release()
+        self._rows.clear()
         if self._delivery is not None:
             self._delivery.release()
         if self._requests:
@@ -258,9 +272,18 @@ class Stream:
                 self._delivery.record(choice.index, delta.token_ids, update.logprobs[:kept])
             if delta.finish_reason is not None and update.finish_reason is None:
                 self._end(self._requests[choice.index], "stop", delta.stop_reason)
+            if delta.finish_reason is not None:
+                self._end_choice(choice)
             self._deltas.append(delta)
-        if self._has_ended and self._delivery is None:
+        if self._has_ended and (self._delivery is None or not self._delivery.has_artifact):
             self._result = self._complete()
+
+    def _end_choice(self, choice: ChoiceText) -> None:
+        """Tokens, log-probabilities and rows are cut at the same token; what the engine still computes is surplus."""
+        request = self._requests[choice.index]
+        rows = self._rows[choice.index] = taken_rows(request, len(choice.token_ids))
+        shown = rows if self._admitted.params.return_routed_experts else {}
+        self._ended[choice.index] = choice.choice(request, shown)
 
     @property
     def _has_ended(self) -> bool:
@@ -271,7 +294,7 @@ class Stream:
         if self._delivery is None:
             raise EngineError("a request without a delivery has nothing to wait for")
         done = self._complete()
-        receipt = await self._delivery.finish(done.choices)
+        receipt = await self._delivery.finish(done.choices, [self._rows[choice.index] for choice in done.choices])
         self._result = replace(done, artifact=receipt)
         if self._delivery.is_strict:
             receipt.raise_if_failed()
@@ -284,7 +307,7 @@ class Stream:
         return Completion(
             request_id=first.request_id,
             prompt_token_ids=admitted.prompt_ids,
-            choices=tuple(choice.choice() for choice in self._choices),
+            choices=tuple(self._ended[choice.index] for choice in self._choices),
             usage=Usage(
                 prompt_tokens=len(admitted.prompt_ids),
                 output_tokens=sum(len(choice.token_ids) for choice in self._choices),
