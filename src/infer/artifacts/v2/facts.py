@@ -15,6 +15,7 @@ from infer.artifacts.v2.limits import ITEM_BYTES, MAX_ARRAYS, MAX_EXTENT_BYTES, 
 def check_facts(header: Header) -> None:
     """Choices, field table and parent fit together, and every well-known field has exactly the rows it must have."""
     check_choices(header.choices)
+    _check_parent(header)
     by_index = {choice.choice_index: choice for choice in header.choices}
     parts: dict[tuple[str, int], list[Field]] = {}
     previous: tuple[str, int, tuple[int, ...]] | None = None
@@ -34,7 +35,6 @@ def check_facts(header: Header) -> None:
         for name in (ALWAYS, *(() if header.parent is None else header.parent.fields)):
             if (name, index) not in parts:
                 raise malformed(f"choice {index} has no {name}")
-    _check_parent(header)
 
 
 def check_choices(choices: Sequence[Choice]) -> None:

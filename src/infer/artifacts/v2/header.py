@@ -106,6 +106,11 @@ def pack_facts(header: Header) -> bytes:
     return msgspec.msgpack.encode(plain, order="deterministic")
 
 
+def size_of(part: msgspec.Struct) -> int:
+    """Bytes that a part takes in a header."""
+    return len(msgspec.msgpack.encode(msgspec.to_builtins(part, builtin_types=(bytes,))))
+
+
 def unpack(data: bytes) -> Header:
     """Raises `ArtifactCorruptError` unless the schema holds and the bytes are the only ones that say the same."""
     try:

@@ -60,20 +60,28 @@ DEFAULT_LIMITS = Limits()
 
 def chunk_shape(shape: Sequence[int], item_bytes: int, target: int) -> tuple[int, ...]:
     """How the writer cuts an array: along rows, and along the second axis (layers) when there is a third one."""
-    total = prod(shape) * item_bytes
-    if total <= target:
-        return tuple(shape)
     while True:
-        width = shape[1] if len(shape) > 1 else 1
-        column = prod(shape[2:]) * item_bytes
-        if len(shape) > 2:
-            groups = -(-width // max(1, min(width, target // (CHUNK_ROWS * column))))
-            width = -(-width // groups)
-        rows = min(shape[0], max(1, target // (width * column)))
-        chunk = (rows, width, *shape[2:]) if len(shape) > 1 else (rows,)
+        chunk = _chunk_shape(shape, item_bytes, target)
         if chunk_count(shape, chunk) <= MAX_ARRAY_CHUNKS:
             return chunk
         target *= 2
+
+
+def most_chunks(shape: Sequence[int], item_bytes: int, target: int) -> int:
+    """Of an array with at most these rows."""
+    return min(MAX_ARRAY_CHUNKS, chunk_count(shape, _chunk_shape(shape, item_bytes, target)))
+
+
+def _chunk_shape(shape: Sequence[int], item_bytes: int, target: int) -> tuple[int, ...]:
+    if prod(shape) * item_bytes <= target:
+        return tuple(shape)
+    width = shape[1] if len(shape) > 1 else 1
+    column = prod(shape[2:]) * item_bytes
+    if len(shape) > 2:
+        groups = -(-width // max(1, min(width, target // (CHUNK_ROWS * column))))
+        width = -(-width // groups)
+    rows = min(shape[0], max(1, target // (width * column)))
+    return (rows, width, *shape[2:]) if len(shape) > 1 else (rows,)
 
 
 def chunk_count(shape: Sequence[int], chunk: Sequence[int]) -> int:

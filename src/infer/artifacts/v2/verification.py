@@ -15,7 +15,7 @@ from infer.artifacts.v2.limits import PRELUDE_BYTES
 from infer.artifacts.v2.values import EntryCheck
 from infer.errors import ArtifactCorruptError
 
-_WINDOW = 1 << 22
+_WINDOW = 1 << 21
 
 
 class _Sequential:
@@ -31,6 +31,7 @@ class _Sequential:
         """Everything from where the last call ended up to `end`."""
         start = self._next
         if end > self._end:
+            self._window = memoryview(b"")  # before the next one comes
             self._start, self._end = start, min(self._source.size, max(end, start + _WINDOW))
             self._window = memoryview(self._source.read(self._start, self._end))
         piece = self._window[start - self._start : end - self._start]

@@ -41,7 +41,7 @@ from infer.artifacts.v2.values import EntryCheck
 from infer.errors import ArtifactError
 
 _PIECE = 1 << 18
-_SPOOL_IN_MEMORY = 1 << 22
+_SPOOL_IN_MEMORY = 1 << 18
 
 
 class Sink(Protocol):
