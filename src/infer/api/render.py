@@ -6,7 +6,8 @@ Runs in request tasks, or anywhere without an engine: `Renderer.offline(tokenize
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -50,6 +51,8 @@ class LogprobEntry(_Reply):
     rank: int | None
     """None of a candidate that was asked for by its id."""
     top_logprobs: list[LogprobEntry] = Field(default_factory=list)
+    kept_ids: list[TokenId] | None = None
+    kept_logmass: float | None = None
 
 
 class LogprobContent(_Reply):
@@ -70,7 +73,7 @@ class ReplyChoice(_Reply):
 
 class PromptLogprob(_Reply):
     logprob: float
-    rank: int
+    rank: int | None
 
 
 class ReplyUsage(_Reply):
@@ -234,10 +237,11 @@ class Renderer:
             ),
             sampling=params,
             sampling_defaults=self._silent(params) if body.chat_request else reply.sampling_defaults or {},
-            prompt_logprobs=_prompt_logprobs(reply, prompt_ids, params.prompt_logprobs),
+            prompt_logprobs=_prompt_logprobs(reply, prompt_ids, params),
         )
         model = check_model(self._context, body.model or asked.model)
-        written = chat.ChatWriter(self._context, asked, model, reply.request_id).reply(done)
+        scored = params.logprob_token_ids or ()
+        written = chat.ChatWriter(self._context, asked, model, reply.request_id, scored).reply(done)
         for choice, answered in zip(written["choices"], reply.choices, strict=True):
             if answered.seed is None:
                 del choice["seed"]
@@ -266,13 +270,13 @@ class Renderer:
         self, reply: ReplyChoice, params: SamplingParams, asked: ChatBody, prompt_ids: tuple[int, ...]
     ) -> Choice:
         logprobs: list[PositionLogprobs] = []
-        if asked.logprobs:
+        if params.wants_logprobs:
             if reply.logprobs is None or len(reply.logprobs.content) != len(reply.token_ids):
                 raise InvalidRequestError(
-                    "chat_request has logprobs=true, and generate_response has not one entry for each token",
+                    "chat_request asks for log-probabilities, and generate_response has not one entry for each token",
                     parameter="generate_response",
                 )
-            logprobs = [_position(entry, params.logprobs or 0) for entry in reply.logprobs.content]
+            logprobs = [_position(entry, params) for entry in reply.logprobs.content]
         if reply.text is not None:
             return Choice(
                 index=reply.index,
@@ -280,7 +284,7 @@ class Renderer:
                 token_ids=tuple(reply.token_ids),
                 finish_reason=reply.finish_reason,
                 stop_reason=reply.stop_reason,
-                logprobs=public_logprobs(logprobs) if asked.logprobs else None,
+                logprobs=public_logprobs(logprobs) if params.wants_logprobs else None,
                 seed=reply.seed or 0,
             )
         return self._decoded(reply, params, prompt_ids, logprobs)
@@ -326,31 +330,48 @@ def _checked(data: dict[str, Any]) -> GenerateReply:
         ) from None
 
 
-def _position(entry: LogprobEntry, num_top: int) -> PositionLogprobs:
-    others = [(one.rank, one.token_id, one.logprob) for one in entry.top_logprobs if one.token_id != entry.token_id and one.rank]
-    top = _best(entry.token_id, entry.logprob, others, num_top)
-    return PositionLogprobs(entry.token_id, entry.logprob, entry.rank or 1, top)
+def _position(entry: LogprobEntry, params: SamplingParams) -> PositionLogprobs:
+    others = [(one.rank, one.token_id, one.logprob) for one in entry.top_logprobs if one.token_id != entry.token_id]
+    told = {one.token_id: one.logprob for one in (*entry.top_logprobs, entry)}
+    top = _best(entry.token_id, entry.logprob, others, params.logprobs or 0)
+    kept_ids = None if entry.kept_ids is None else array("i", entry.kept_ids)
+    candidates = _candidates(told, params.logprob_token_ids or ())
+    return PositionLogprobs(
+        entry.token_id, entry.logprob, entry.rank or 1, top, candidates, kept_ids, entry.kept_logmass
+    )
+
+
+def _candidates(told: Mapping[int, float], ids: Sequence[int]) -> tuple[float, ...]:
+    missing = next((token_id for token_id in ids if token_id not in told), None)
+    if missing is not None:
+        raise InvalidRequestError(
+            f"chat_request has logprob_token_ids, and a position of generate_response does not score {missing}",
+            parameter="generate_response",
+        )
+    return tuple(told[token_id] for token_id in ids)
 
 
 def _best(
-    token_id: int, logprob: float, others: Sequence[tuple[int, int, float]], num_top: int
+    token_id: int, logprob: float, others: Sequence[tuple[int | None, int, float]], num_top: int
 ) -> tuple[tuple[int, float], ...]:
     """The alternatives as the engine had them: a reply moves the position's own token to their front.
 
     Others bear their places as ranks, so that the missing place is the token's own. Its own rank would not do: equal
     log-probabilities share one.
     """
-    ranked = [(other_id, value) for _, other_id, value in sorted(others)]
+    placed = sorted((rank, other_id, value) for rank, other_id, value in others if rank is not None)
+    ranked = [(other_id, value) for _, other_id, value in placed]
     if len(ranked) < num_top:
-        places = {rank for rank, _, _ in others}
+        places = {rank for rank, _, _ in placed}
         missing = next(place for place in range(1, len(ranked) + 2) if place not in places)
         ranked.insert(missing - 1, (token_id, logprob))
     return tuple(ranked[:num_top])
 
 
 def _prompt_logprobs(
-    reply: GenerateReply, prompt_ids: Sequence[int], num_top: int | None
+    reply: GenerateReply, prompt_ids: Sequence[int], params: SamplingParams
 ) -> tuple[TokenLogprob | None, ...] | None:
+    num_top = params.prompt_logprobs
     if num_top is None:
         return None
     entries = reply.prompt_logprobs
@@ -366,5 +387,7 @@ def _prompt_logprobs(
             found.append(None)
             continue
         others = [(o.rank, int(key), o.logprob) for key, o in entry.items() if key != str(token_id)]
-        found.append(TokenLogprob(token_id, own.logprob, own.rank, _best(token_id, own.logprob, others, num_top)))
+        candidates = _candidates({int(key): o.logprob for key, o in entry.items()}, params.logprob_token_ids or ())
+        top = _best(token_id, own.logprob, others, num_top)
+        found.append(TokenLogprob(token_id, own.logprob, own.rank or 1, top, candidates))
     return tuple(found)

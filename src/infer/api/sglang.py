@@ -128,8 +128,13 @@ def _item(call: Call, body: GenerateBody, index: int, prompt: Prompt, batched: b
         return value[index]
 
     wants, start, num_top = bool(own("return_logprob")), own("logprob_start_len"), own("top_logprobs_num") or 0
+    scored = _scored_ids(body, index)
     first = start if wants and start is not None and start >= 0 else None
-    values = {"logprobs": num_top if wants else None, "prompt_logprobs": None if first is None else num_top}
+    values: dict[str, Any] = {
+        "logprobs": num_top if wants else None,
+        "prompt_logprobs": None if first is None else num_top,
+        "logprob_token_ids": scored if wants else None,
+    }
     params = _sampling(call, own("sampling_params") or {}, values)
     if wants and params.temperature not in (0.0, 1.0):
         call.notices.append("return_logprob: log-probabilities are the model's at temperature 1, before any processor")
@@ -147,7 +152,19 @@ def _item(call: Call, body: GenerateBody, index: int, prompt: Prompt, batched: b
     return Item(ask=ask, prompt_logprobs_from=first, num_top=num_top)
 
 
-def _sampling(call: Call, data: dict[str, Any], logprobs: dict[str, int | None]) -> SamplingParams:
+def _scored_ids(body: GenerateBody, index: int) -> list[int] | None:
+    """`token_ids_logprob` of prompt `index`: one list for all, or one for each."""
+    given: Any = body.token_ids_logprob
+    if given and isinstance(given[0], list):
+        if index >= len(given):
+            raise InvalidRequestError(
+                f"token_ids_logprob has {len(given)} lists for more prompts", parameter="token_ids_logprob", value=None
+            )
+        given = given[index]
+    return given or None
+
+
+def _sampling(call: Call, data: dict[str, Any], logprobs: dict[str, Any]) -> SamplingParams:
     settings = call.context.settings
     try:
         _, values = SAMPLING.parse(data, unknown=settings.unknown_fields, notices=call.notices)
@@ -216,6 +233,8 @@ class Writer:
             meta["output_token_logprobs"] = [self._triple(e.token_id, e.logprob) for e in choice.logprobs]
             if item.num_top:
                 meta["output_top_logprobs"] = [self._top(entry) for entry in choice.logprobs]
+            if item.ask.params.logprob_token_ids:
+                meta["output_token_ids_logprobs"] = [self._scored(item, entry) for entry in choice.logprobs]
         return meta
 
     def _prompt(
@@ -237,10 +256,18 @@ class Writer:
         }
         if item.num_top:
             found["input_top_logprobs"] = [None if entry is None else self._top(entry) for entry in shown[: len(ids)]]
+        if item.ask.params.logprob_token_ids:
+            found["input_token_ids_logprobs"] = [
+                None if entry is None else self._scored(item, entry) for entry in shown[: len(ids)]
+            ]
         return found
 
     def _triple(self, token_id: int, logprob: float | None) -> list[Any]:
         return [None if logprob is None else max(logprob, LOWEST), token_id, self._token_text(token_id)]
+
+    def _scored(self, item: Item, entry: TokenLogprob) -> list[list[Any]]:
+        ids = item.ask.params.logprob_token_ids or ()
+        return [self._triple(token_id, value) for token_id, value in zip(ids, entry.candidates, strict=True)]
 
     def _top(self, entry: TokenLogprob) -> list[list[Any]]:
         return [self._triple(token_id, value) for token_id, value in entry.top]

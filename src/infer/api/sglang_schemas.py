@@ -33,6 +33,8 @@ class GenerateBody(BodyModel):
     """With return_logprob, those of the prompt from this position on; -1: none."""
     top_logprobs_num: Annotated[int, Field(ge=0)] | list[int] | None = None
     """With return_logprob, alternatives per token."""
+    token_ids_logprob: list[TokenId] | list[list[TokenId]] | None = None
+    """With return_logprob, these ids are scored at every position that has a log-probability."""
     return_text_in_logprobs: bool = False
     """The third member of each log-probability is the token's text."""
     stream: bool = False
@@ -73,7 +75,6 @@ GENERATE = Body(
         "video_data": Unsupported(note=_TEXT_ONLY),
         "audio_data": Unsupported(note=_TEXT_ONLY),
         "modalities": Unsupported(note=_TEXT_ONLY),
-        "token_ids_logprob": Unsupported(note=_LATER),
         "return_hidden_states": Unsupported(note=_LATER),
         "return_routed_experts": Unsupported(note=_LATER),
         "routed_experts_start_len": Unsupported(note=_LATER, harmless=lambda value: value == 0),

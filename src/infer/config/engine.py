@@ -167,6 +167,10 @@ class ApiSection(Section):
     """HTTP requests in progress; further ones are refused with 429. scheduler.max_num_waiting bounds the engine's queue."""
     max_logprobs: Annotated[int, Field(ge=0)] = 20
     """Most alternatives per token that a request may ask for."""
+    max_logprob_token_ids: Annotated[int, Field(ge=0)] = 128
+    """Most token ids that a request may have scored at every position."""
+    max_kept_ids: Annotated[int, Field(ge=0)] = 1024
+    """Most ids per token that return_kept_set may return: such a request must have a top_k of at most this."""
     request_deadline: Annotated[float, Field(gt=0)] | None = None
     """Seconds after which a request ends with what it has. None: no limit."""
     body_timeout: Annotated[float, Field(gt=0)] = 60.0

@@ -138,7 +138,7 @@ class PositionLogprobs(msgspec.Struct):
     top: tuple[tuple[int, float], ...] = ()
     candidates: tuple[float, ...] = ()
     """Of `SamplingSpec.logprob_token_ids`, in their order."""
-    kept_ids: tuple[int, ...] | None = None
+    kept_ids: array[int] | None = None
     """Ascending; None with a `kept_logmass`: nothing was excluded."""
     kept_logmass: float | None = None
 

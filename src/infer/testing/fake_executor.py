@@ -6,6 +6,7 @@ For tests of the control plane and the API. Models the KV cache by content, so a
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -163,17 +164,30 @@ class FakeWorker:
                     result.errors[index] = error
                     row.token_ids.append(0)  # what a real worker leaves behind: steps in flight build on it
                 else:
-                    tokens = [0 if row.void else self.next_token(row.token_ids, row.sampling)]
+                    tokens = [0 if row.void else self._next(row)]
                     row.token_ids += tokens
             result.token_ids.append(tokens)
             wants = row.sampling.logprobs is not None and tokens
-            result.logprobs.append([PositionLogprobs(token, -1.0, 1) for token in tokens] if wants else None)
+            result.logprobs.append([_told(token, row, drawn=True) for token in tokens] if wants else None)
             if row.sampling.prompt_logprobs is not None and index < num_rows:
                 start, end = plan.starts[index], plan.starts[index] + plan.counts[index]
                 predicted = row.token_ids[start + 1 : min(end + 1, row.prompt_len)]
                 if predicted:
-                    result.prompt_logprobs[index] = [PositionLogprobs(token, -1.0, 1) for token in predicted]
+                    result.prompt_logprobs[index] = [_told(token, row, drawn=False) for token in predicted]
         return result
+
+    def _next(self, row: _Row) -> int:
+        position, forced = len(row.token_ids) - row.prompt_len, row.sampling.forced_token_ids
+        return forced[position] if position < len(forced) else self.next_token(row.token_ids, row.sampling)
+
+
+def _told(token_id: int, row: _Row, *, drawn: bool) -> PositionLogprobs:
+    """Every token has the log-probability -1, candidate i has -2 - i, and only the token itself is kept."""
+    scored = tuple(-2.0 - place for place in range(len(row.sampling.logprob_token_ids)))
+    entry = PositionLogprobs(token_id, -1.0, 1, candidates=scored)
+    if drawn and row.sampling.return_kept_set:
+        entry.kept_ids, entry.kept_logmass = array("i", [token_id]), -0.5
+    return entry
 
 
 def _digests(token_ids: Sequence[int]) -> list[bytes]:

@@ -21,7 +21,7 @@ from infer.errors import InvalidRequestError
 from infer.testing.fake_engine import CHAT_TEMPLATE, ByteTokenizer, scripted
 from infer.testing.fake_executor import NextToken
 from infer.text.chat_template import ChatTemplate
-from infer.types import TokenLogprob
+from infer.types import SamplingParams, TokenLogprob
 
 pytestmark = pytest.mark.anyio
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
@@ -219,5 +219,5 @@ def test_alternatives_survive_the_wire(data: st.DataObject) -> None:
     top = tuple((token_id, values[token_id]) for token_id in order[:num_top])
     entry = TokenLogprob(sampled, values[sampled], rank, top)
     wire = json.loads(json.dumps(token_entry(entry)))
-    back = _position(LogprobEntry.model_validate(wire), num_top)
+    back = _position(LogprobEntry.model_validate(wire), SamplingParams(logprobs=num_top))
     assert (back.token_id, back.logprob, back.rank, back.top) == (sampled, values[sampled], rank, top)

@@ -33,7 +33,8 @@ def kept_set(entry: TokenLogprob) -> dict[str, Any]:
     """What truncation kept, for those who asked; kept_ids null: everything."""
     if entry.kept_logmass is None:
         return {}
-    return {"kept_ids": entry.kept_ids, "kept_logmass": entry.kept_logmass}
+    ids = None if entry.kept_ids is None else entry.kept_ids.tolist()
+    return {"kept_ids": ids, "kept_logmass": entry.kept_logmass}
 
 
 def chat_logprobs(
