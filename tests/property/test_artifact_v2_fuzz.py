@@ -70,7 +70,7 @@ def forged(data: bytes, chance: random.Random) -> bytes:
             elif kind == 1 and isinstance(node, list):
                 node.insert(0, node[key])
             elif kind == 2 and isinstance(inner, int):
-                node[key] = inner + chance.choice((-64, -1, 1, 64))
+                node[key] = min(inner + chance.choice((-64, -1, 1, 64)), 2**64 - 1)
             else:
                 node[key] = chance.choice(WORDS)
     head = msgspec.msgpack.encode(header, order="deterministic")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 FORMATS = ("vllm", "prime-rl", "skyrl", "sglang", "miles", "nemo-rl", "verl", "json")
 File = Annotated[str, typer.Argument(metavar="FILE", help="A path or any fsspec URL (s3://..., memory://...).")]
 ChoiceIndex = Annotated[int | None, typer.Option("--choice", help="Index of the choice; left out: the first.")]
+Parents = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--parent", metavar="FILE", help="Artifact that a delta continues; again for the parent's own parent."
+    ),
+]
 Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="PATH", help="Write here instead of to stdout.")]
 
 
@@ -39,10 +46,12 @@ def inspect(
     """Show what an artifact holds; only its beginning is read."""
     session, reader = _open(ctx, file)
     if as_json:
-        shown = {"file": file, "codec": reader.codec, "actual_bytes": reader.actual_bytes}
-        session.write(json.dumps(shown | {"choices": [dataclasses.asdict(c) for c in reader.choices]}, indent=1) + "\n")
+        session.write(json.dumps(_described(file, reader), indent=1) + "\n")
         return
-    session.write(f"generation_artifact_v1, {reader.codec}, {format_bytes(reader.actual_bytes)}\n")
+    session.write(f"{reader.format}, {reader.codec}, {format_bytes(reader.actual_bytes)}\n")
+    if reader.parent is not None:
+        first = reader.parent.token_count
+        session.write(f"continues {reader.parent.sha256.hex()}, whose {first} tokens are not repeated\n")
     table = Table("choice", "prompt", "tokens", "contents", "routes", "layers", "experts", box=None, pad_edge=False)
     for choice in reader.choices:
         shape = "" if choice.routes_shape is None else " x ".join(map(str, choice.routes_shape))
@@ -57,6 +66,56 @@ def inspect(
             ", ".join(map(str, sorted(set(choice.expert_counts)))),
         )
     session.table(table)
+    if reader.provenance is not None:
+        session.table(_field_table(reader))
+        for name, value in _leaves(_builtins(reader.provenance)):
+            session.write(f"{name}: {value}\n")
+
+
+def _field_table(reader: ArtifactReader) -> Table:
+    table = Table("field", "choices", "scope", "from", "values", "raw", "stored", box=None, pad_edge=False)
+    for one in reader.fields():
+        table.add_row(
+            one.name if one.known else f"{one.name} (unknown here)",
+            _ranges(one.choices),
+            one.scope,
+            str(one.row_start),
+            f"{' x '.join(map(str, one.shape))} {one.dtype}",
+            format_bytes(one.raw_bytes),
+            format_bytes(one.stored_bytes),
+        )
+    return table
+
+
+def _described(file: str, reader: ArtifactReader) -> dict[str, Any]:
+    """What is known without reading on, as JSON values."""
+    shown: dict[str, Any] = {
+        "file": file,
+        "format": reader.format,
+        "codec": reader.codec,
+        "actual_bytes": reader.actual_bytes,
+        "choices": [dataclasses.asdict(choice) for choice in reader.choices],
+        "fields": [dataclasses.asdict(one) for one in reader.fields()],
+    }
+    if reader.provenance is not None:
+        shown["provenance"] = _builtins(reader.provenance)
+    if reader.parent is not None:
+        shown["parent"] = _builtins(reader.parent)
+    return shown
+
+
+def _builtins(value: Any) -> dict[str, Any]:
+    """A part of a header; digests in hex."""
+    made: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
+    return {name: item.hex() if isinstance(item, bytes) else item for name, item in made.items()}
+
+
+def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def verify(
@@ -73,15 +132,27 @@ def verify(
     found = reader.verify(sha256=sha256, actual_bytes=size)
     session.write(f"sha256 {found.sha256}\nbody_sha256 {found.body_sha256}\nactual_bytes {found.actual_bytes}\n")
     if sha256 is None:
-        session.note("well formed; without the receipt's digest a changed value cannot be noticed")
+        session.note(
+            "every digest inside holds; only a receipt says that this is the object that was delivered"
+            if reader.format == "generation_artifact_v2"
+            else "well formed; without the receipt's digest a changed value cannot be noticed"
+        )
 
 
-def plot(ctx: typer.Context, file: File, choice: ChoiceIndex = None, output: Output = None) -> None:
-    """Draw expert load per layer and experts per token and layer, as SVG."""
-    from infer.cli.route_plot import draw_routes  # noqa: PLC0415  numpy
+def plot(
+    ctx: typer.Context, file: File, choice: ChoiceIndex = None, parent: Parents = None, output: Output = None
+) -> None:
+    """Draw expert load per layer and experts per token and layer: PNG if the output is called so, else SVG."""
+    from infer.cli.route_plot import draw_routes, draw_routes_png  # noqa: PLC0415  numpy
 
-    session, reader = _open(ctx, file)
-    _emit(session, output, draw_routes(reader.routes(choice)))
+    if output is not None and output.suffix.lower() not in (".png", ".svg"):
+        raise ConfigError(f"--output {output}: a picture ends in .png or .svg")
+    session, reader = _open(ctx, file, parent)
+    routes = reader.routes(choice)
+    if output is not None and output.suffix.lower() == ".png":
+        output.write_bytes(draw_routes_png(routes))
+    else:
+        _emit(session, output, draw_routes(routes))
 
 
 def export(
@@ -92,10 +163,11 @@ def export(
     num_hidden_layers: Annotated[
         int | None, typer.Option("--num-hidden-layers", help="Fill up to all layers; left out: MoE layers only.")
     ] = None,
+    parent: Parents = None,
     output: Output = None,
 ) -> None:
     """Write the routes in the encoding that a trainer decodes, or everything as JSON."""
-    session, reader = _open(ctx, file)
+    session, reader = _open(ctx, file, parent)
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: there is no such encoding; one of {', '.join(FORMATS)}")
     content = reader.artifact()
@@ -106,7 +178,7 @@ def export(
             f"--choice {index}: there is no such choice; there are {[c.choice_index for c in reader.choices]}"
         )
     if to == "json":
-        _emit(session, output, json.dumps(_plain(found)) + "\n")
+        _emit(session, output, json.dumps(_plain(found) | _other_fields(reader, index)) + "\n")
         return
     if to == "verl" and output is None:
         raise ConfigError("verl reads NumPy arrays: name a file with --output NAME.npz")
@@ -157,11 +229,29 @@ def _plain(choice: Any) -> dict[str, Any]:
     return made
 
 
-def _open(ctx: typer.Context, file: str) -> tuple[Session, ArtifactReader]:
+def _other_fields(reader: ArtifactReader, index: int) -> dict[str, Any]:
+    """What only the open format holds: `fields`, by name."""
+    names = {one.name for one in reader.fields() if index in one.choices}
+    made = {}
+    for name in sorted(names - {"token_ids", "moe_routes", "selected_logprobs"}):
+        rows = reader.field(name, index)
+        arrays = {"values": rows.values, "offsets": rows.offsets, "status": rows.status, **rows.extra}
+        made[name] = {
+            "row_start": rows.row_start,
+            "attributes": dict(rows.attributes),
+            **{key: array.tolist() for key, array in arrays.items() if array is not None},
+        }
+    return {"fields": made} if made else {}
+
+
+def _open(ctx: typer.Context, file: str, parents: list[str] | None = None) -> tuple[Session, ArtifactReader]:
     from infer.artifacts import open_artifact  # noqa: PLC0415  numpy
 
     session: Session = ctx.obj
-    return session, open_artifact(file)
+    parent: ArtifactReader | None = None
+    for name in reversed(parents or []):  # the eldest first
+        parent = open_artifact(name, parent=parent)
+    return session, open_artifact(file, parent=parent)
 
 
 def _receipt(path: Path, sha256: str | None) -> tuple[str, int | None]:
