@@ -16,11 +16,13 @@ from rich.console import Console
 
 from infer import Completion, SamplingParams
 from infer.artifacts import ArtifactChoice, GenerationArtifact, SelectedLogprobs, encode
+from infer.artifacts.verify import engine_routes
 from infer.cli.app import main
 from infer.cli.session import Session
 from infer.config.env import read_environment
+from infer.models import qwen3_moe
 
-from .engine_support import ARCHITECTURES, prompt, serve, write_checkpoint
+from .engine_support import ARCHITECTURES, BOS, EOS, VOCAB, prompt, serve, write_checkpoint
 
 PROMPTS = [prompt(length, seed=3) for length in (40, 70, 25, 90)]
 SETTINGS = ["--platform.threads", "1", "--cache.num-blocks", "128"]
@@ -170,6 +172,34 @@ def test_a_greedy_token_behind_a_penalty_is_judged_by_what_was_chosen_from(model
     assert verify(recorded, model, *arguments, "--repetition-penalty", "1.5").out.splitlines()[-1] == "equal"
     report = json.loads(verify(recorded, model, *arguments, "--json").out)
     assert report["choices"][0]["tokens"]["wrong"] > 0 and report["choices"][0]["logprobs"]["wrong"] == 0
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    size = {"vocab_size": VOCAB, "max_position_embeddings": 640, "bos_token_id": BOS, "eos_token_id": EOS}
+    return write_checkpoint(tmp_path_factory.mktemp("moe"), qwen3_moe.EXAMPLE | size)
+
+
+@pytest.mark.row("X-VERIFY", "routes are compared in order; the first differing row and layer are named")
+def test_routes_are_replayed(mixture: Path, verify: Any) -> None:
+    """Of prompt and output, from a prefix hit on one side and computed on the other; one changed expert is found."""
+    params = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0, "seed": 7, "return_routed_experts": True}
+    with serve(mixture, capture={"routed_experts": True}) as engine:
+        made = engine.generate_many(PROMPTS, SamplingParams(**params))
+    recorded = artifact_of(made)
+    found = [engine_routes(done) for done in made]
+    choices = [dataclasses.replace(one, moe_routes=rows) for one, rows in zip(recorded.choices, found, strict=True)]
+    recorded = GenerationArtifact(choices)
+    done = verify(recorded, mixture, "--dtype", "float32")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "equal"), done.out
+    assert "102 equal" in done.out.splitlines()[1], "51 rows of 2 layers"
+    ids = np.array(found[1].expert_ids)
+    ids[75, 1, 0] = next(expert for expert in range(8) if expert not in ids[75, 1])
+    other = changed(recorded, 1, moe_routes=dataclasses.replace(found[1], expert_ids=ids))
+    done = verify(other, mixture, "--dtype", "float32")
+    assert done.code == 1 and "choice 1, routes: first wrong at position 75" in done.out and "layer 1" in done.out
+    dense = verify(recorded, mixture.parent / "nowhere")
+    assert dense.code == 1 and dense.out == ""
 
 
 def test_what_cannot_be_judged_is_refused(model: Path, sampled: GenerationArtifact, verify: Any) -> None:

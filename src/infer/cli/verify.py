@@ -65,6 +65,8 @@ def verify(
     if logprobs_mode is not None:
         given["logprobs_mode"] = logprobs_mode
     content = open_artifact(artifact).artifact()
+    if any(choice.moe_routes is not None for choice in content.choices):
+        config = _capturing(config)
     report = anyio.run(_verify, session, config, content, SamplingParams(**given), (rollout_dtype, max_deviation))
     if as_json:
         session.write(json.dumps(_plain(dataclasses.asdict(report)), allow_nan=False) + "\n")
@@ -88,6 +90,11 @@ async def _verify(
             engine = await stack.enter_async_context(session.make_engine(config, report))
         tolerance = _tolerance(engine.resolved.dtype, *allowed)
         return await verify_artifact(content, engine, params=params, tolerance=tolerance)
+
+
+def _capturing(config: EngineConfig) -> EngineConfig:
+    """The artifact has routes, so the replay needs some to compare."""
+    return config.model_copy(update={"capture": config.capture.model_copy(update={"routed_experts": True})})
 
 
 def _tolerance(dtype: str, rollout_dtype: str | None, max_deviation: float | None) -> Tolerance:
