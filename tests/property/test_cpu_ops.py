@@ -110,6 +110,20 @@ def test_gates(tables: dict[int, Ops], t: int, n: int, dtype: torch.dtype, scale
         torch.testing.assert_close(got.double(), activated * up, rtol=4 * eps, atol=4 * eps * scale)
 
 
+@given(st.lists(st.integers(0, 130_000), min_size=1, max_size=40), st.integers(1, 40), st.floats(0.5, 2))
+def test_angles(tables: dict[int, Ops], positions: list[int], size: int, factor: float) -> None:
+    angles = tables[2].rotary_angles
+    assert angles is not None
+    frequencies = 10000.0 ** -(torch.arange(size) / size)
+    at = torch.tensor(positions)
+    exact = (at.float()[:, None] * frequencies).double()
+    cos, sin = angles(at, frequencies, factor)
+    torch.testing.assert_close(cos.double(), exact.cos() * factor, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sin.double(), exact.sin() * factor, rtol=1e-6, atol=1e-6)
+    alone = [angles(at[i : i + 1], frequencies, factor)[0] for i in range(len(positions))]
+    assert torch.equal(cos, torch.cat(alone))
+
+
 @given(cases(max_context=150))
 def test_attention(tables: dict[int, Ops], case: Case) -> None:
     inputs = build(case)

@@ -113,11 +113,14 @@ class Rotary(Layer):
     """Angles of one set of frequencies, in fp32 whatever the compute dtype."""
 
     def __init__(self, context: BuildContext, rope: RopeFacts, head_size: int) -> None:
+        self.angles = context.ops.rotary_angles
         self.attention_factor = rope.attention_factor
         self.frequencies = inverse_frequencies(rope, head_size).to(context.device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos, sin, each fp32 [T, R]."""
+        if self.angles is not None:
+            return self.angles(positions, self.frequencies, self.attention_factor)
         angles = positions.unsqueeze(1).float() * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:

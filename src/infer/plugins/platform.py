@@ -121,6 +121,8 @@ class Ops:
     the sum over K of weight * down(silu(gate x) * up x), added up in fp32 in the order of ids. Experts that no token
     chose are not read."""
 
+    rotary_angles: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
+    """(positions [T] int64, frequencies [R] fp32, factor) -> factor * cos and factor * sin of their products, fp32 [T, R]."""
     pack: Callable[[Tensor], Tensor] | None = None
     """(weight [N, I]) -> the same numbers in the order the platform's kernels read them, in any shape; may return the
     weight itself. `linear`, `embedding` and `head_logits` take the result. Called once per weight, when it is loaded."""

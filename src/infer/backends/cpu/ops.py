@@ -13,7 +13,6 @@ from torch import Tensor
 
 from infer.backends.cpu.library import AttentionArgs, Library
 from infer.backends.reference import kv, moe
-from infer.backends.reference.attention import attention
 from infer.plugins.platform import AttentionMetadata, Ops
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -42,6 +41,7 @@ def make_ops(library: Library) -> Ops:
         pack=pack,
         unpack=unpack,
         head_logits=native.head_logits,
+        rotary_angles=native.rotary_angles,
     )
 
 
@@ -136,6 +136,15 @@ class NativeOps:
         )
         return out, total
 
+    def rotary_angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        positions, frequencies = positions.contiguous(), frequencies.contiguous()
+        shape = positions.shape[0], frequencies.shape[0]
+        cos, sin = torch.empty(shape), torch.empty(shape)
+        self._call.infer_angles(
+            positions.data_ptr(), frequencies.data_ptr(), factor, cos.data_ptr(), sin.data_ptr(), *shape
+        )
+        return cos, sin
+
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
@@ -197,8 +206,6 @@ class NativeOps:
         softcap: float | None,
     ) -> Tensor:
         tokens, heads, head_size = q.shape
-        if head_size % 2:  # no model has it; bf16 is read in pairs
-            return attention(q, k_cache, v_cache, metadata, scale, window, softcap)
         dtype = q.dtype
         q = q.to(k_cache.dtype).contiguous()
         out = torch.empty(tokens, heads, v_cache.shape[3], dtype=q.dtype)

@@ -44,9 +44,9 @@ static inline void transpose_tile(__m512i r[16]) {
 }
 #endif
 
-// words: 32-bit units per key (an fp32 element or a pair of bf16). out[i] holds word i of the sixteen keys.
-static void transpose_words(const void* const* rows, int64_t words, vu* out) {
-    int64_t i = 0;
+// Word i of the sixteen keys goes to out[i]; a word is an fp32 element or a pair of bf16, the last one filled up with 0.
+static void transpose_words(const void* const* rows, int64_t bytes, vu* out) {
+    int64_t i = 0, words = bytes / 4;
 #if defined(__AVX512F__)
     for (; i + 16 <= words; i += 16) {
         __m512i tile[16];
@@ -55,8 +55,11 @@ static void transpose_words(const void* const* rows, int64_t words, vu* out) {
         for (int j = 0; j < 16; ++j) out[i + j] = (vu)tile[j];
     }
 #endif
-    for (; i < words; ++i)
-        for (int lane = 0; lane < W; ++lane) std::memcpy((char*)(out + i) + 4 * lane, (const char*)rows[lane] + 4 * i, 4);
+    for (; 4 * i < bytes; ++i) {
+        out[i] = vu{};
+        for (int lane = 0; lane < W; ++lane)
+            std::memcpy((char*)(out + i) + 4 * lane, (const char*)rows[lane] + 4 * i, std::min<int64_t>(4, bytes - 4 * i));
+    }
 }
 
 template <class T>
@@ -86,6 +89,7 @@ struct Scratch {
     std::vector<float> total;   // [queries, V]: joined splits
     std::vector<float> part_max, part_sum, all_max, all_sum, rescale;
     std::vector<float> value;   // [CHUNK, V]
+    std::vector<char> query;    // an odd number of bf16, made even
 };
 
 template <class T>
@@ -98,7 +102,7 @@ class Attention {
         int64_t begin = a_.query_starts[row], stop = a_.query_starts[row + 1];
         int64_t context = a_.seq_lens[row] - (stop - begin);  // tokens before this step's
         int64_t queries = (last - first) * group_;
-        int64_t words = a_.head_size / Scores<T>::PER_WORD;
+        int64_t words = (a_.head_size + Scores<T>::PER_WORD - 1) / Scores<T>::PER_WORD;
         reserve(s, queries, words);
         int64_t newest = context + (last - 1 - begin);  // position of the last query
         int64_t oldest = context + (first - begin);
@@ -146,7 +150,7 @@ class Attention {
                 int64_t key = std::min<int64_t>(g * W + lane, keys - 1);
                 rows[lane] = cell(a_.k_cache, row, head, chunk + key, a_.head_size);
             }
-            transpose_words(rows, words, s.keys.data() + g * words);
+            transpose_words(rows, a_.head_size * sizeof(T), s.keys.data() + g * words);
         }
     }
 
@@ -168,6 +172,11 @@ class Attention {
     // Weights of the chunk's keys for one query, and the factor for what the split has summed up before.
     void score(int64_t token, int64_t head, int64_t q, int64_t position, int64_t chunk, int64_t words, Scratch& s) const {
         const T* query = (const T*)a_.q + (token * a_.heads + head * group_ + q % group_) * a_.head_size;
+        if (a_.head_size % Scores<T>::PER_WORD) {  // no model has it
+            s.query.assign(words * Scores<T>::PER_WORD * sizeof(T), 0);
+            std::memcpy(s.query.data(), query, a_.head_size * sizeof(T));
+            query = (const T*)s.query.data();
+        }
         float* weights = s.weights.data() + q * CHUNK;
         vf scores[CHUNK / W];
         for (auto& v : scores) v = splat(0.0f);

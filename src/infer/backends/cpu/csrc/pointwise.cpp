@@ -138,6 +138,16 @@ extern "C" void infer_rotary(void* pool, int dtype, const void* x, const float* 
         rotary(p, (const bf16*)x, cos, sin, (bf16*)y, tokens, heads, size, half, stride);
 }
 
+extern "C" void infer_angles(const int64_t* positions, const float* frequencies, float factor, float* cos, float* sin,
+                             int64_t tokens, int64_t size) {
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t i = 0; i < size; ++i) {
+            float angle = float(positions[t]) * frequencies[i];
+            cos[t * size + i] = std::cos(angle) * factor;
+            sin[t * size + i] = std::sin(angle) * factor;
+        }
+}
+
 extern "C" void infer_write_kv(int dtype, const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t row,
                                int64_t stride) {
     size_t item = dtype == FP32 ? 4 : 2;
