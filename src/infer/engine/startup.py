@@ -98,7 +98,7 @@ def assemble(planned: Any, executor: Executor) -> EngineParts:
     """The control plane over an executor whose worker is ready."""
     resolved: ResolvedConfig = planned.resolved
     kv = KVCacheManager(resolved.cache, planned.model.identity)
-    scheduler = _scheduler_class(resolved.scheduler.scheduler_class)(resolved.scheduler, kv)
+    scheduler = _scheduler_class(resolved.scheduler.scheduler_class)(resolved.scheduler, kv, capture=resolved.capture)
     mailbox = Mailbox()
     loop = EngineLoop(scheduler, executor, mailbox, depth=resolved.scheduler.in_flight_depth)
     return EngineParts(

@@ -93,8 +93,10 @@ class RequestRows:
         self.failure: str | None = None
         self.num_tokens = prompt_len
         """Tokens that the rows go with: those accepted so far, or what `trim` left of them."""
+        self.computed_until = 0
+        """Positions below it were computed, up to the end of the last stay in a slot."""
         self.recomputed_until = 0
-        """Positions below it were computed in an earlier stay in a slot."""
+        """The same as of the begin of this stay: what comes from it was computed before."""
         self._accepted = False
         self._trimmed: int | None = None
         self._shared: _Segment | None = None

@@ -79,25 +79,36 @@ class KVCacheManager:
         ]
         return min(limits, default=None)
 
-    def match(self, request: Request) -> PrefixHit:
-        """The longest cached beginning, at most all tokens but one: the last must be computed to predict the next."""
-        empty = PrefixHit(0, tuple([] for _ in self.groups))
-        if not self.prefix_caching or not request.reads_prefix_cache:
-            return empty
-        limit = (len(request.token_ids) - 1) // self.block_size
-        self._extend_hashes(request, limit)
-        hashes = request.blocks.hashes[:limit]
-        hit = limit
+    def match(self, request: Request, max_blocks: int = _UNLIMITED) -> PrefixHit:
+        """The longest cached beginning of at most `max_blocks` blocks."""
+        hashes = self.matchable_hashes(request)
+        hit = min(len(hashes), max_blocks)
         for pool, group in zip(self.pools, self.groups, strict=True):
             if group.window is None:
                 hit = next((i for i in range(hit) if pool.find(hashes[i]) is None), hit)
         hit = self._shorten_to_windows(hashes, hit)
-        if not hit:
-            return empty
         tables = tuple(
             self._hit_table(pool, group, hashes[:hit]) for pool, group in zip(self.pools, self.groups, strict=True)
         )
         return PrefixHit(hit * self.block_size, tables)
+
+    def matchable_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the blocks that a hit may cover: all tokens but one, since the last must be computed to predict the
+        next."""
+        if not request.reads_prefix_cache:
+            return []
+        return self.hashes(request, (len(request.token_ids) - 1) // self.block_size)
+
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Of the request's first full blocks of known tokens; none where nothing is cached."""
+        if not self.prefix_caching:
+            return []
+        self._extend_hashes(request, num_blocks)
+        return request.blocks.hashes[:num_blocks]
+
+    def is_cached(self, block_hash: bytes) -> bool:
+        """Whether some group still has this content, in use or waiting for reuse."""
+        return any(pool.find(block_hash) is not None for pool in self.pools)
 
     def admit(self, request: Request, hit: PrefixHit, num_tokens: int, *, reserve_tokens: int = 0) -> bool:
         """Give the request its hit and blocks up to `num_tokens`, or nothing at all.

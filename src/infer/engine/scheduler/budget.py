@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from infer.engine.aux.index import Key
 from infer.engine.kv_cache.block_pool import BlockPool
 from infer.engine.request import Request
 from infer.engine.step import SlotAdmission, StepPlan
@@ -24,6 +25,9 @@ class ScheduledStep:
     """Requests of `plan.forks`."""
     registered: list[tuple[BlockPool, list[int]]]
     """Blocks made findable on the word that this step computes them."""
+    weight_version: int = 0
+    published: list[Key] = field(default_factory=list)
+    """Objects of captured rows that exist on the word that this step computes them."""
 
     def outcomes(self) -> Iterator[tuple[int, Request, bool]]:
         """(index in the result's lists, request, whether a token was drawn), rows first, then forks."""
@@ -71,8 +75,10 @@ class StepDraft:
             return False
         index = self.requests.index(request)
         del self.requests[index]
-        self.budget += self.counts.pop(index)
+        count = self.counts.pop(index)
+        self.budget += count
         request.num_in_flight -= self.samples.pop(index)
+        request.num_computed -= count
         self.new_blocks = [item for item in self.new_blocks if item[0] is not request]
         return True
 

@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from infer.config.capture import ResolvedCapture
 from infer.config.resolve import ResolvedScheduler
+from infer.engine.aux.coordinator import AuxCoordinator
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.metrics import EngineMetrics
 from infer.engine.request import Request, Status
@@ -39,14 +41,22 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ResolvedScheduler, kv: KVCacheManager, *, clock: Callable[[], float] = time.monotonic
+        self,
+        config: ResolvedScheduler,
+        kv: KVCacheManager,
+        *,
+        capture: ResolvedCapture | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.kv = kv
+        self.aux = None if capture is None else AuxCoordinator(capture, kv)
+        self.weight_version = 0
         self.waiting = WaitingQueue(config.policy)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
         self.metrics = EngineMetrics()
+        self._match = kv.match if self.aux is None else self.aux.match
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -85,6 +95,12 @@ class Scheduler:
                 self._preempt(request)
         return self.kv.reset_prefix_cache()
 
+    def commit_version(self, version: int) -> None:
+        """Steps planned from now on run on other weights; those in flight ran on the old ones."""
+        self.weight_version = version
+        if self.aux is not None:
+            self.aux.commit_version(version)
+
     # -- down ----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
@@ -92,7 +108,7 @@ class Scheduler:
         draft = StepDraft(self._step_id, self.config.max_num_batched_tokens)
         self._schedule_running(draft)
         for request in draft.requests:
-            self.kv.computed(request)
+            self._computed(request)
         if not draft.preempted:
             self._schedule_waiting(draft)
         self._start_siblings(draft)
@@ -100,7 +116,9 @@ class Scheduler:
             return None  # what ended requests made findable stays noted for the next step, or for `fail`
         registered = self.kv.end_step()
         forked = [child for _, child in draft.forked]
-        step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, forked, registered)
+        step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, forked, registered, self.weight_version)
+        if self.aux is not None:
+            step.plan.aux, step.published = self.aux.end_step()
         self._freed_slots = []
         self._step_id += 1
         self._in_flight.append(step)
@@ -147,7 +165,7 @@ class Scheduler:
             request = self.waiting[index]
             if request.num_pending:
                 break  # preempted; its next token is still on the way
-            hit = self.kv.match(request)
+            hit = self._match(request)
             remaining = len(request.token_ids) - hit.num_tokens
             count = min(remaining, self._chunk_limit(remaining), draft.budget)
             if count < remaining:
@@ -166,7 +184,7 @@ class Scheduler:
             self.waiting.discard(request)
             self._start(request, hit.num_tokens, draft)
             draft.add(request, count)
-            self.kv.computed(request)
+            self._computed(request)
             if count < remaining:
                 partial.append(request)
 
@@ -184,11 +202,13 @@ class Scheduler:
                 if copies is None:
                     self.waiting.push(sibling)
                     continue
-                self._start(sibling, request.prompt_len, draft)
+                self._start(sibling, request.prompt_len, draft, parent=request)
                 draft.fork(request, sibling, copies)
 
-    def _start(self, request: Request, num_cached: int, draft: StepDraft) -> None:
+    def _start(self, request: Request, num_cached: int, draft: StepDraft, parent: Request | None = None) -> None:
         request.start(self._free_slots.pop(), num_cached, draft.step_id, self._clock())
+        if self.aux is not None:
+            self.aux.began(request, parent)
         self.running.append(request)
         draft.admissions.append(
             SlotAdmission(
@@ -200,6 +220,11 @@ class Scheduler:
             )
         )
 
+    def _computed(self, request: Request) -> None:
+        self.kv.computed(request)
+        if self.aux is not None:
+            self.aux.computed(request)
+
     def _chunk_limit(self, remaining: int) -> int:
         """Longest chunk of a prompt in one step: the threshold counts only while others want to run."""
         threshold = self.config.long_prefill_threshold
@@ -209,8 +234,10 @@ class Scheduler:
         threshold = self.config.long_prefill_threshold
         return bool(threshold) and len(request.token_ids) > threshold
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *, failed: bool = False) -> None:
         self.running.remove(request)
+        if self.aux is not None:
+            self.aux.ended(request, failed=failed)
         self.kv.release(request)
         self._give_back_slot(request)
         request.preempt()
@@ -242,9 +269,11 @@ class Scheduler:
             prompt_logprobs = self._new_prompt_logprobs(request, step, result, row) if result.prompt_logprobs else ()
             if not token_ids and not prompt_logprobs:
                 continue
-            kept = request.accept(token_ids)
+            kept = request.accept(token_ids, step.weight_version)
             if kept:
                 self.metrics.produced(request, kept, now)
+                if self.aux is not None:
+                    self.aux.accept(request, row, step, result)
             logprobs = result.logprobs[row]
             request.deliver(
                 token_ids if kept == len(token_ids) else token_ids[:kept],
@@ -253,6 +282,8 @@ class Scheduler:
             )
             if request.finish_reason is not None:
                 ended.append(request)
+        if result.aux_refused and self.aux is not None:
+            self.aux.refused(result.aux_refused)
         if ended:
             self._retire(ended)
 
@@ -265,6 +296,8 @@ class Scheduler:
             tainted += later.registered
         for pool, block_ids in tainted:
             pool.unregister(block_ids)
+        if self.aux is not None:
+            self.aux.failed([key for one in (step, *self._in_flight) for key in one.published])
         failed: list[Request] = []
         for _, request, drawn in step.outcomes():
             if drawn:
@@ -281,7 +314,7 @@ class Scheduler:
             request.discard_in_flight()
         for request in [r for r in self.running if r.started_step > step.plan.step_id]:
             request.discard_in_flight()
-            self._preempt(request)
+            self._preempt(request, failed=True)
 
     def _new_prompt_logprobs(
         self, request: Request, step: ScheduledStep, result: StepResult, row: int
@@ -313,6 +346,8 @@ class Scheduler:
                 self.kv.register(request)
             else:
                 self.kv.forget(request)
+            if self.aux is not None:
+                self.aux.ended(request, failed=request.error is not None)
             self.kv.release(request)
             self._give_back_slot(request)
         self.running = [request for request in self.running if request.status is not Status.FINISHED]
