@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
     from infer.artifacts.judgement import TOLERANCES, Tolerance
     from infer.artifacts.reader import open_artifact
-    from infer.artifacts.reading import ArtifactReader
+    from infer.artifacts.reading import ArtifactReader, FieldSummary
     from infer.artifacts.receipt import ArtifactReceipt
+    from infer.artifacts.record import FieldRows, ParentReference, Provenance, WeightSpan
     from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
+    from infer.artifacts.v2.limits import Limits
     from infer.artifacts.verify import VerifyReport, verify_artifact
 
 _HOMES = {
@@ -23,9 +25,11 @@ _HOMES = {
     "generation": ("ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs"),
     "judgement": ("TOLERANCES", "Tolerance"),
     "reader": ("open_artifact",),
-    "reading": ("ArtifactReader",),
+    "reading": ("ArtifactReader", "FieldSummary"),
     "receipt": ("ArtifactReceipt",),
+    "record": ("FieldRows", "ParentReference", "Provenance", "WeightSpan"),
     "request": ("ArtifactRequest", "ManagedTarget", "PresignedTarget", "SinkTarget"),
+    "v2.limits": ("Limits",),
     "verify": ("VerifyReport", "verify_artifact"),
 }
 
@@ -35,14 +39,20 @@ __all__ = [
     "ArtifactReader",
     "ArtifactReceipt",
     "ArtifactRequest",
+    "FieldRows",
+    "FieldSummary",
     "GenerationArtifact",
+    "Limits",
     "ManagedTarget",
+    "ParentReference",
     "PresignedTarget",
+    "Provenance",
     "RoutedExperts",
     "SelectedLogprobs",
     "SinkTarget",
     "Tolerance",
     "VerifyReport",
+    "WeightSpan",
     "decode",
     "encode",
     "open_artifact",

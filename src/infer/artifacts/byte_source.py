@@ -59,10 +59,10 @@ class RemoteSource(ByteSource):
         return self.read_many([(start, end)])[0]
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[bytes | memoryview]:
-        wanted = [(start, end) for start, end in ranges if end > len(self._head) and end > start]
-        fetched = iter(self._fetch(wanted))
+        beyond = [end > len(self._head) and end > start for start, end in ranges]
+        fetched = iter(self._fetch([pair for pair, far in zip(ranges, beyond, strict=True) if far]))
         head = memoryview(self._head)
-        return [next(fetched) if pair in wanted else head[pair[0] : pair[1]] for pair in ranges]
+        return [next(fetched) if far else head[start:end] for (start, end), far in zip(ranges, beyond, strict=True)]
 
     def _fetch(self, ranges: list[tuple[int, int]]) -> list[bytes | memoryview]:
         if not any(end > start for start, end in ranges):

@@ -3,6 +3,7 @@ the source it reads."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +43,14 @@ def fetch(source: ByteSource, selections: Sequence[Selection]) -> list[NDArray[A
     """The selected parts as arrays of their own, read-only. Raises `ArtifactCorruptError`."""
     needed = [selection.chunks() for selection in selections]
     runs = _runs([chunk for chunks in needed for chunk in chunks])
-    stored = dict(zip(runs, source.read_many(runs), strict=True))
+    stored, starts = source.read_many(runs), [start for start, _ in runs]
     made = []
     for selection, chunks in zip(selections, needed, strict=True):
         out = _empty(selection)
         for chunk in chunks:
-            run = next(pair for pair in runs if pair[0] <= chunk.start and chunk.end <= pair[1])
-            values = decode_chunk(memoryview(stored[run])[chunk.start - run[0] : chunk.end - run[0]], chunk)
+            run = bisect_right(starts, chunk.start) - 1
+            first, end = chunk.start - starts[run], chunk.end - starts[run]
+            values = decode_chunk(memoryview(stored[run])[first:end], chunk)
             _place(out, selection, chunk, values)
         out.flags.writeable = False
         made.append(out)

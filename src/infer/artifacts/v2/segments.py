@@ -6,6 +6,7 @@ Pure; works on views of the captured arrays and copies nothing but the version n
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,17 +34,19 @@ class ArrayRows:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[tuple[NDArray[Any], int], ...]
+    starts: tuple[int, ...]
+    """First row of each piece."""
 
     def take(self, box: tuple[int, int, int, int]) -> NDArray[Any]:
         """Rows and columns of a box, in the wire's type. Raises `ArtifactError` when a value does not fit."""
         first, end, left, right = box
-        parts, start = [], 0
-        for rows, added in self.pieces:
-            if first < start + len(rows) and start < end:
-                part = rows[max(0, first - start) : end - start]
-                part = part[:, left:right] if part.ndim > 1 else part
+        parts = []
+        low, high = bisect_right(self.starts, first) - 1, bisect_left(self.starts, end)
+        for (rows, added), start in zip(self.pieces[low:high], self.starts[low:high], strict=True):
+            part = rows[max(0, first - start) : end - start]
+            part = part[:, left:right] if part.ndim > 1 else part
+            if len(part):
                 parts.append(narrow(part + added if added else part, self.dtype, self.where))
-            start += len(rows)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def equals(self, other: ArrayRows) -> bool:
@@ -283,8 +286,8 @@ def _array(name: str, key: str, pieces: list[tuple[NDArray[Any], int]], first: F
     kinds = "f" if dtype.startswith("f") else "iu"
     if array.dtype.kind not in kinds and not (dtype == "u8" and array.dtype.kind == "b"):
         raise malformed(f"{name}.{key} has dtype {array.dtype}; it must be {dtype}, or convertible without loss")
-    rows = sum(len(piece) for piece, _ in pieces)
-    return ArrayRows(f"{name}.{key}", dtype, (rows, *array.shape[1:]), tuple(pieces))
+    starts = list(itertools.accumulate((len(piece) for piece, _ in pieces), initial=0))
+    return ArrayRows(f"{name}.{key}", dtype, (starts[-1], *array.shape[1:]), tuple(pieces), tuple(starts[:-1]))
 
 
 def _attributes(given: Any) -> dict[str, Attribute]:
