@@ -12,12 +12,21 @@ import pytest
 from infer.config.engine import PluginsSection
 from infer.plugins import Ops, QuantMethod, Registry, build_registry
 from infer.plugins.registry import KINDS, Kind
-from infer.testing.kits import Check, model, model_source, platform, quant_method, storage_target, tokenizer
+from infer.testing.kits import (
+    Check,
+    artifact_field,
+    model,
+    model_source,
+    platform,
+    quant_method,
+    storage_target,
+    tokenizer,
+)
 from infer.testing.tiny_models import make_checkpoint
 from put_server import put_server
 
 HELLO = Path(__file__).parents[2] / "examples" / "plugins" / "hello"
-WITHOUT_A_KIT: set[Kind] = {"parser", "kv_connector", "artifact_field"}
+WITHOUT_A_KIT: set[Kind] = {"parser", "kv_connector"}
 
 
 def names(kind: Kind) -> list[str]:
@@ -77,6 +86,11 @@ def test_quant_method(registry: Registry, name: str, ops: Ops) -> None:
 @pytest.mark.parametrize("name", names("model"))
 def test_model(registry: Registry, name: str, ops: Ops, plain: QuantMethod) -> None:
     run(model.checks(registry.get("model", name), ops, plain))
+
+
+@pytest.mark.parametrize("name", names("artifact_field"))
+def test_artifact_field(registry: Registry, name: str) -> None:
+    run(artifact_field.checks(registry.get("artifact_field", name)))
 
 
 @pytest.mark.parametrize("name", names("model_source"))

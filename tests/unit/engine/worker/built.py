@@ -30,7 +30,7 @@ def build(path: Path, registry: Registry | None = None, **sections: Any) -> tupl
         "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 64},
     }
     config = EngineConfig(**defaults | sections)
-    worker = WorkerBuilder(registry, facts, "reference", 1)
+    worker = WorkerBuilder(registry, facts, "reference", 1, capture=config.capture)
     limits = worker.limits()
     dtype = choose_dtype(config, facts, limits)
     resolved = resolve(config, facts, limits, worker.footprint(dtype, choose_cache_dtype(config, dtype)))

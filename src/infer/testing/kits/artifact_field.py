@@ -1,0 +1,101 @@
+"""Conformance of an artifact field: a profile fixed by the model, rows selected in order and narrowed, encoded and back.
+
+On the calling thread, over taps of the spec's example; owns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.config.capture import ITEM_SIZES, CaptureProfile
+from infer.config.model import RoutedLayer
+from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
+from infer.testing.kits import Check, expect, load
+
+STEP_TOKENS = 7
+TOKENS = (4, 0, 6, 1)
+
+
+def checks(spec: ArtifactFieldSpec) -> Iterator[Check]:
+    """The example gives the arguments of `TapFacts`; what it leaves out is the kit's."""
+    for body in (_profile, _select, _select_nothing, _codes):
+        yield Check(body.__name__.strip("_"), partial(body, spec))
+
+
+def facts(spec: ArtifactFieldSpec) -> TapFacts:
+    values: dict[str, Any] = {
+        "model_identity": "kit",
+        "dtype": "float32",
+        "num_layers": 2,
+        "hidden_size": 8,
+        "hidden_layers": (),
+        **spec.example,
+    }
+    layers = values.pop("routed_layers", ())
+    routed = tuple(RoutedLayer(layer_id=i, num_experts=experts, top_k=k) for i, experts, k in layers)
+    return TapFacts(routed_layers=routed, **values)
+
+
+def _made(spec: ArtifactFieldSpec) -> tuple[ArtifactField, CaptureProfile]:
+    field: ArtifactField = load(spec)(facts(spec))
+    return field, field.profile()
+
+
+def _tap(spec: ArtifactFieldSpec) -> Tensor:
+    """Of the shape and type that the spec's tap has for the example, each cell another value."""
+    model = facts(spec)
+    if spec.tap == "router":
+        layers, width, dtype = len(model.routed_layers), model.routed_layers[0].top_k, torch.int16
+        top = model.routed_layers[0].num_experts
+        cells = torch.arange(layers * STEP_TOKENS * width) * 37 % top
+    else:
+        layers, width, dtype = len(model.hidden_layers), model.hidden_size, getattr(torch, model.dtype)
+        cells = torch.arange(layers * STEP_TOKENS * width) / 8
+    return cells.to(dtype).reshape(layers, STEP_TOKENS, width)
+
+
+def _out(profile: CaptureProfile, count: int) -> Tensor:
+    return torch.zeros((count, *profile.row_shape), dtype=getattr(torch, profile.dtype))
+
+
+def _profile(spec: ArtifactFieldSpec) -> None:
+    """The same model gives the same rows."""
+    _, profile = _made(spec)
+    expect(profile == _made(spec)[1], "two objects of one model have different profiles")
+    expect(profile.name == spec.name, f"the profile's name is {profile.name!r}")
+    expect(profile.dtype in ITEM_SIZES, f"dtype {profile.dtype!r} is not one of {', '.join(ITEM_SIZES)}")
+    expect(profile.row_bytes > 0, "a row has no bytes")
+    expect(profile.model_identity == facts(spec).model_identity, "the profile does not name the model")
+    expect(len(profile.layer_ids) in (0, profile.row_shape[0]), "the first axis has other layers than it says")
+
+
+def _select(spec: ArtifactFieldSpec) -> None:
+    """Row i is that of token i, alone or among others, and the tap stays as it is."""
+    field, profile = _made(spec)
+    tap, together = _tap(spec), _out(profile, len(TOKENS))
+    before = tap.clone()
+    field.select(tap, torch.tensor(TOKENS), together)
+    expect(torch.equal(tap, before), "select changed the tap")
+    for row, token in enumerate(TOKENS):
+        alone = _out(profile, 1)
+        field.select(tap, torch.tensor([token]), alone)
+        expect(torch.equal(alone[0], together[row]), f"row {row} is not that of token {token}")
+    expect(not torch.equal(together[0], together[1]), "different tokens gave equal rows")
+
+
+def _select_nothing(spec: ArtifactFieldSpec) -> None:
+    field, profile = _made(spec)
+    field.select(_tap(spec), torch.empty(0, dtype=torch.int64), _out(profile, 0))
+
+
+def _codes(spec: ArtifactFieldSpec) -> None:
+    field, profile = _made(spec)
+    for count in (0, 3):
+        rows = bytes(range(256)) * (count * profile.row_bytes // 256 + 1)
+        rows = rows[: count * profile.row_bytes]
+        expect(field.decode(field.encode(rows, count), count) == rows, f"{count} rows did not come back")
