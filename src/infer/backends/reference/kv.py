@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from infer.backends.reference.scratch import Scratch
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -12,9 +15,14 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new.to(cache.dtype))
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, scratch: Scratch | None = None) -> Tensor:
     """(ids [T] int64, weight [V, N]) -> [T, N]."""
-    return F.embedding(ids, weight)
+    out = None if scratch is None else scratch.place((len(ids), weight.shape[1]), weight.dtype)
+    if out is None:
+        return F.embedding(ids, weight)
+    if scratch is not None and not scratch.dry:
+        torch.index_select(weight, 0, ids, out=out)
+    return out
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:

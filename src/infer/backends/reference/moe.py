@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from infer.backends.reference.activation import silu_and_mul
+from infer.backends.reference.linear import linear
+from infer.backends.reference.scratch import Scratch
 from infer.plugins.platform import Routing
 
 SMALLEST_SUM = 1e-20
@@ -47,21 +48,37 @@ def _within_best_groups(ranking: Tensor, rule: Routing) -> Tensor:
     return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, scratch: Scratch) -> Tensor:
     """(x [T, N], ids [T, K], weights [T, K], gate_up [E, 2I, N], down [E, N, I]) -> [T, N]."""
     num_tokens, top_k = ids.shape
     chosen, order = ids.flatten().sort(stable=True)
-    outputs = x.new_empty(num_tokens * top_k, x.shape[1])
+    outputs = scratch.new(x, (num_tokens * top_k, x.shape[1]))
+    # The worst case, which is what is planned: every token chooses the same expert.
+    counts = [num_tokens] if scratch.dry else torch.bincount(chosen).tolist()
     start = 0
-    for expert, count in enumerate(torch.bincount(chosen).tolist()):
+    for expert, count in enumerate(counts):
         if count == 0:
             continue
         places = order[start : start + count]
-        inner = silu_and_mul(F.linear(x.index_select(0, places // top_k), gate_up[expert]))
-        outputs.index_copy_(0, places, F.linear(inner, down[expert]))
+        result = _expert(x, places // top_k, gate_up[expert], down[expert], scratch)
+        if not scratch.dry:
+            outputs.index_copy_(0, places, result)
         start += count
     by_choice = outputs.view(num_tokens, top_k, x.shape[1])
-    total = by_choice[:, 0] * weights[:, :1]  # fp32, because the weights are
-    for k in range(1, top_k):
-        total.addcmul_(by_choice[:, k], weights[:, k : k + 1])
-    return total.to(x.dtype)
+    out = scratch.new(x, x.shape)
+    for rows in scratch.tiles(out):
+        total = by_choice[rows, 0] * weights[rows, :1]  # fp32, because the weights are
+        for k in range(1, top_k):
+            total.addcmul_(by_choice[rows, k], weights[rows, k : k + 1])
+        out[rows] = total
+    return out
+
+
+def _expert(x: Tensor, tokens: Tensor, gate_up: Tensor, down: Tensor, scratch: Scratch) -> Tensor:
+    """One expert's result for some tokens of x."""
+    own = scratch.place((len(tokens), x.shape[1]), x.dtype)
+    if own is None:
+        own = x.index_select(0, tokens)
+    elif not scratch.dry:
+        torch.index_select(x, 0, tokens, out=own)
+    return linear(silu_and_mul(linear(own, gate_up, None, scratch), scratch), down, None, scratch)

@@ -5,31 +5,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
-from infer.backends.reference import activation, attention, kv, memory, moe, norm, rotary
+from infer.backends.reference import activation, attention, kv, linear, memory, moe, norm, rotary
+from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
 
-OPS = Ops(
-    embedding=kv.embedding,
-    linear=F.linear,
-    rms_norm=norm.rms_norm,
-    rotary=rotary.rotary,
-    silu_and_mul=activation.silu_and_mul,
-    gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
-    write_kv=kv.write_kv,
-    attention=attention.attention,
-    gather_rows=kv.gather_rows,
-    topk_router=moe.topk_router,
-    moe=moe.moe,
-)
-"""The table that other backends start from."""
+
+def make_ops(scratch: Scratch) -> Ops:
+    """The table whose large results lie in `scratch`."""
+
+    def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        if not scratch.dry:
+            kv.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+    return Ops(
+        embedding=partial(kv.embedding, scratch=scratch),
+        linear=partial(linear.linear, scratch=scratch),
+        rms_norm=partial(norm.rms_norm, scratch=scratch),
+        rotary=partial(rotary.rotary, scratch=scratch),
+        silu_and_mul=partial(activation.silu_and_mul, scratch=scratch),
+        gelu_tanh_and_mul=partial(activation.gelu_tanh_and_mul, scratch=scratch),
+        write_kv=write_kv,
+        attention=partial(attention.attention, scratch=scratch),
+        gather_rows=kv.gather_rows,
+        add_rms_norm=partial(norm.add_rms_norm, scratch=scratch),
+        topk_router=moe.topk_router,
+        moe=partial(moe.moe, scratch=scratch),
+    )
+
+
+OPS = make_ops(Scratch())
+"""All results from torch's allocator: for tests, and for backends that replace entries of it."""
 
 
 class ReferencePlatform:
@@ -39,7 +53,8 @@ class ReferencePlatform:
 
     def __init__(self, threads: int | None = None, *, device: str = "cpu") -> None:
         self.device = torch.device(device)
-        self.ops = OPS
+        self._scratch = Scratch()
+        self.ops = make_ops(self._scratch)
         self.threads = threads if threads is not None else min(torch.get_num_threads(), memory.usable_cpus())
 
     def limits(self) -> PlatformLimits:
@@ -51,6 +66,14 @@ class ReferencePlatform:
 
     def memory_in_use(self) -> int:
         return memory.resident_bytes()
+
+    def planning_ops(self) -> tuple[Ops, Callable[[], int]]:
+        scratch = Scratch(dry=True)
+        return make_ops(scratch), lambda: scratch.high_water
+
+    def reserve_workspace(self, num_bytes: int) -> None:
+        if self.device.type == "cpu":
+            self._scratch.reserve(num_bytes)
 
     def synchronize(self) -> None:
         """Nothing is queued."""
@@ -69,7 +92,8 @@ class ReferencePlatform:
                 torch.set_num_threads(before)
 
     def close(self) -> None:
-        """Nothing is held; what the model held goes back to the operating system."""
+        """The buffer and what the model held go back to the operating system."""
+        self._scratch.release()
         if self.device.type == "cpu":
             memory.return_free_memory()
 
