@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from infer.errors import (
+    ArtifactError,
     ArtifactRefusedError,
     ContextLengthError,
     EngineClosedError,
@@ -56,7 +57,8 @@ _STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (
     (InvalidRequestError, 400, None),
     (QueueFullError, 429, "queue_full"),
     (RequestError, 400, None),
-    (ArtifactRefusedError, 400, "artifact_refused"),
+    (ArtifactRefusedError, 400, None),
+    (ArtifactError, 500, None),
     (EngineDeadError, 503, "engine_dead"),
     (EngineClosedError, 503, "engine_closed"),
     (SamplingError, 500, "sampling_failed"),
@@ -81,7 +83,11 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]
     if isinstance(error, ApiError):
         return error.status, _body(str(error), error.status, error.parameter, error.code), error.headers
     status, code = next(((s, c) for kind, s, c in _STATUS if isinstance(error, kind)), (500, "internal_error"))
-    headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))} if isinstance(error, QueueFullError) else {}
+    if isinstance(error, ArtifactError):
+        code = error.code
+        status = 503 if error.retry_after is not None else status
+    after = error.retry_after if isinstance(error, QueueFullError | ArtifactError) else None
+    headers = {} if after is None else {"retry-after": str(max(1, math.ceil(after)))}
     if isinstance(error, RecursionError):
         message = "the request's JSON is nested too deeply"
     elif isinstance(error, InferError):

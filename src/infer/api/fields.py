@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from infer.errors import InvalidRequestError
 from infer.types import SamplingParams
 
+SECRET_FIELDS = frozenset({"nvext", "generation_artifact"})
+"""Their values may hold an upload grant: messages never quote them."""
 Treatment = Literal["honoured", "notice", "refused"]
 
 
@@ -123,6 +125,8 @@ def invalid_field(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"unknown field {path!r}", parameter=path)
     same = [item["msg"] for item in errors if item["loc"] and str(item["loc"][0]) == top]
     message = ", or: ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in same[:4]))
+    if top in SECRET_FIELDS:
+        return InvalidRequestError(f"{path}: {message}", parameter=top)
     shown = repr(first.get("input"))
     shown = shown if len(shown) < 200 else shown[:200] + "..."
     if first["type"] == "missing":

@@ -6,12 +6,14 @@ Runs in request tasks. Ids are those the engine sampled, never text encoded agai
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.responses import Response
 
+from infer.api.artifacts import ArtifactFields, Wanted, all_vllm_routes, refuse_cancelled, vllm_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.fields import Body, BodyModel, Unsupported
 from infer.api.openai import generation
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from infer.engine.stream import Stream
 
 
-class GenerateBody(BodyModel):
+class GenerateBody(ArtifactFields):
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     """The prompt."""
     sampling_params: dict[str, Any] = Field(default_factory=dict)
@@ -65,7 +67,7 @@ _SAME_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos",
     "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprobs_mode",
-    "logprob_token_ids", "return_kept_set", "forced_token_ids",
+    "logprob_token_ids", "return_kept_set", "forced_token_ids", "return_routed_experts", "routed_experts_prompt_start",
 )
 # fmt: on
 
@@ -82,7 +84,8 @@ GENERATE = Body(
         "reasoning_ended": Unsupported(note="structured output is not there yet"),
         "reasoning_parser_kwargs": Unsupported(note="structured output is not there yet"),
         "lora_name": Unsupported(note=_LATER),
-        "return_routed_experts": Unsupported(note=_LATER),
+        "return_routed_experts": Unsupported(note="give it inside sampling_params"),
+        "routed_experts_prompt_start": Unsupported(note="give it inside sampling_params"),
     },
 )
 SAMPLING = Body(
@@ -104,8 +107,6 @@ SAMPLING = Body(
         "logits_processors": Unsupported(note=_LATER),
         "thinking_token_budget": Unsupported(note=_LATER),
         "repetition_detection": Unsupported(note=_LATER),
-        "routed_experts_prompt_start": Unsupported(note="routed experts are not there yet"),
-        "return_routed_experts": Unsupported(note="routed experts are not there yet"),
         "return_sampling_mask": Unsupported(note="ask for return_kept_set: the ids that stayed, and their mass"),
         "skip_reading_prefix_cache": Unsupported(note="give a cache_salt of the request's own"),
         "extra_args": Unsupported(note="it belongs to vLLM's plugins, ignored", refused=False),
@@ -129,7 +130,9 @@ async def generate(call: Call) -> Response | None:
     settings = call.context.settings
     body, _ = GENERATE.parse(call.data, unknown=settings.unknown_fields, notices=call.notices)
     model = check_model(call.context, body.model)
-    last_usage, every_usage = generation.check_stream_options(body, call)
+    usage = generation.check_stream_options(body, call)
+    # Here the receipt has one place, whatever the spelling.
+    artifact = replace(wanted(call.data), spelling="native")
     try:
         params = token_params(body.sampling_params, call)
         ask = generation.Ask(
@@ -139,13 +142,16 @@ async def generate(call: Call) -> Response | None:
             priority=body.priority,
             cache_salt=body.cache_salt,
             deadline=generation.deadline_of(body, settings),
+            artifact=artifact.request,
         )
         writer = GenerateWriter(call.context, body, model, ask.request_id, params.logprob_token_ids or ())
         if not body.stream:
             [done] = await generation.generate_all(call, [ask])
-            return call.json(writer.reply(done))
+            refuse_cancelled(done.artifact)
+            [routes] = await all_vllm_routes(call.context.engine, [done])
+            return call.json(writer.reply(done, routes) | artifact.keys(done))
         async with generation.opened(call, [ask]) as [stream]:
-            await _stream(call, writer, stream, last_usage, every_usage)
+            await _stream(call, writer, stream, artifact, usage)
         return None
     except InvalidRequestError as error:
         if error.parameter == "prompt":
@@ -183,14 +189,17 @@ class GenerateWriter:
         self._request_id = request_id
         self._model = model
 
-    def reply(self, done: Completion) -> dict[str, Any]:
+    def reply(self, done: Completion, routes: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """`routes`: choice index -> what it says of its routed experts."""
         counts = done.usage
         reply: dict[str, Any] = {
             "request_id": self._request_id,
             "model": self._model,
             "created": int(time.time()),
             "output_mode": self._body.output_mode,
-            "choices": [self._choice(choice, choice.index, choice.seed) for choice in done.choices],
+            "choices": [
+                self._choice(choice, choice.index, choice.seed) | routes[choice.index] for choice in done.choices
+            ],
             "usage": generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens),
             "prompt_logprobs": self._prompt_logprobs(done.prompt_logprobs),
             "kv_transfer_params": None,
@@ -201,8 +210,10 @@ class GenerateWriter:
             reply["prompt_token_ids"] = done.prompt_token_ids
         return reply
 
-    def chunk(self, delta: Delta | None, seed: int | None = None, **extra: Any) -> dict[str, Any]:
-        choices = [] if delta is None else [self._choice(delta, delta.choice_index, seed)]
+    def chunk(
+        self, delta: Delta | None, seed: int | None = None, routes: Mapping[str, Any] | None = None, **extra: Any
+    ) -> dict[str, Any]:
+        choices = [] if delta is None else [self._choice(delta, delta.choice_index, seed) | (routes or {})]
         return {"request_id": self._request_id, "output_mode": self._body.output_mode, "choices": choices, **extra}
 
     def first(self, stream: Stream) -> dict[str, Any]:
@@ -272,17 +283,27 @@ def token_entry(entry: TokenLogprob, candidate_ids: Sequence[int] = ()) -> dict[
     return {**shown[0], "top_logprobs": shown if entry.top or candidate_ids else [], **kept_set(entry)}
 
 
-async def _stream(call: Call, writer: GenerateWriter, stream: Stream, last_usage: bool, every_usage: bool) -> None:
+async def _stream(
+    call: Call, writer: GenerateWriter, stream: Stream, artifact: Wanted, usage: tuple[bool, bool]
+) -> None:
+    last_usage, every_usage = usage
     events = await call.open_events()
     prompt_len, count = len(stream.prompt_token_ids), 0
     untold = dict(enumerate(stream.seeds))
-    async for delta in stream:
+    async for delta in generation.Deltas(stream):
         count += len(delta.token_ids)
         extra: dict[str, Any] = writer.first(stream) if len(untold) == len(stream.seeds) else {}
         seed = untold.pop(delta.choice_index, None)
         if every_usage:
             extra["usage"] = generation.usage(prompt_len, count)
-        await events.send(writer.chunk(delta, seed, **extra))
+        routes: dict[str, Any] = {}
+        if delta.finish_reason is not None:
+            ended = stream.choice(delta.choice_index)
+            routes = await vllm_routes(call.context.engine, stream.prompt_token_ids, ended)
+            if stream.has_result:
+                refuse_cancelled(stream.result.artifact)
+            extra |= artifact.chunk_keys(stream, delta)
+        await events.send(writer.chunk(delta, seed, routes, **extra))
     if last_usage:
         counts = stream.result.usage
         total = generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens)

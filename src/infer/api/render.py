@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
+from infer.api.artifacts import carried, handed_on
 from infer.api.context import ApiContext, CallRegister
 from infer.api.fields import Body, BodyModel, Unsupported, invalid_field
 from infer.api.generate import SAMPLING
@@ -213,7 +214,7 @@ class Renderer:
             "sampling_params": self.sampling_in_force(params),
             "priority": body.priority,
         }
-        optional = {"cache_salt": body.cache_salt, "deadline": body.deadline}
+        optional = {"cache_salt": body.cache_salt, "deadline": body.deadline, **carried(data)}
         return rendered | {name: value for name, value in optional.items() if value is not None}
 
     def derender(self, data: dict[str, Any], *, notices: list[str] | None = None) -> dict[str, Any]:
@@ -247,7 +248,8 @@ class Renderer:
                 del choice["seed"]
         if asked.return_metrics:
             written["metrics"] = reply.metrics
-        return written | {"created": int(time.time()) if reply.created is None else reply.created}
+        written |= {"created": int(time.time()) if reply.created is None else reply.created}
+        return handed_on(written, body.generate_response, body.chat_request or {})
 
     def _call(self, notices: list[str] | None) -> Call:
         return cast("Call", _Asked(self._context, [] if notices is None else notices))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from infer.api.artifacts import Wanted, sglang_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.health import check_health
 from infer.api.openai import generation
@@ -72,18 +73,25 @@ class Item:
     prompt_logprobs_from: int | None
     """First prompt position whose log-probability is sent; None: none is."""
     num_top: int
+    artifact: Wanted
 
 
 async def generate(call: Call) -> Response | None:
     body, _ = GENERATE.parse(call.data, unknown=call.context.settings.unknown_fields, notices=call.notices)
     prompts, batched = _prompts(body)
-    items = [_item(call, body, index, prompt, batched) for index, prompt in enumerate(prompts)]
+    artifact = wanted(call.data, len(prompts))
+    items = [_item(call, body, index, prompt, batched, artifact) for index, prompt in enumerate(prompts)]
     generation.check_choices(max(item.ask.params.n for item in items), len(items))
     if any(item.ask.params.n > 1 for item in items):
         batched = True
     writer = Writer(call.context, body)
-    with generation.renamed(_THEIR_NAME, "sampling_params"):
-        return await _answer(call, body, writer, items, batched)
+    try:
+        with generation.renamed(_THEIR_NAME, "sampling_params"):
+            return await _answer(call, body, writer, items, batched)
+    except InvalidRequestError as error:
+        if error.parameter == "routed_experts_prompt_start":
+            error.parameter = "routed_experts_start_len"
+        raise
 
 
 async def _answer(
@@ -92,10 +100,11 @@ async def _answer(
     asks = [item.ask for item in items]
     if not body.stream:
         done = await generation.generate_all(call, asks)
+        engine = call.context.engine
         replies = [
-            writer.whole(item, completion, choice)
-            for item, completion in zip(items, done, strict=True)
-            for choice in completion.choices
+            writer.whole(item, one, choice, await sglang_routes(engine, one.prompt_token_ids, choice))
+            for item, one in zip(items, done, strict=True)
+            for choice in one.choices
         ]
         return call.json(replies if batched else replies[0])
     async with generation.opened(call, asks) as streams:
@@ -116,7 +125,7 @@ def _prompts(body: GenerateBody) -> tuple[list[Prompt], bool]:
     return list(given), True
 
 
-def _item(call: Call, body: GenerateBody, index: int, prompt: Prompt, batched: bool) -> Item:
+def _item(call: Call, body: GenerateBody, index: int, prompt: Prompt, batched: bool, artifact: Wanted) -> Item:
     """What is asked of prompt `index`: fields given as lists have one value per prompt."""
 
     def own(name: str) -> Any:
@@ -134,6 +143,8 @@ def _item(call: Call, body: GenerateBody, index: int, prompt: Prompt, batched: b
         "logprobs": num_top if wants else None,
         "prompt_logprobs": None if first is None else num_top,
         "logprob_token_ids": scored if wants else None,
+        "return_routed_experts": bool(own("return_routed_experts")) or None,
+        "routed_experts_prompt_start": own("routed_experts_start_len") or None,
     }
     params = _sampling(call, own("sampling_params") or {}, values)
     if wants and params.temperature not in (0.0, 1.0):
@@ -148,8 +159,9 @@ def _item(call: Call, body: GenerateBody, index: int, prompt: Prompt, batched: b
         priority=body.priority,
         cache_salt=salt,
         deadline=call.context.settings.request_deadline,
+        artifact=artifact.request,
     )
-    return Item(ask=ask, prompt_logprobs_from=first, num_top=num_top)
+    return Item(ask=ask, prompt_logprobs_from=first, num_top=num_top, artifact=artifact)
 
 
 def _scored_ids(body: GenerateBody, index: int) -> list[int] | None:
@@ -192,8 +204,9 @@ class Writer:
             context.token_text if body.return_text_in_logprobs else lambda token_id: None
         )
 
-    def whole(self, item: Item, done: Completion, choice: Choice) -> dict[str, Any]:
+    def whole(self, item: Item, done: Completion, choice: Choice, routes: dict[str, Any]) -> dict[str, Any]:
         meta = self._meta(item, choice, len(done.prompt_token_ids), choice.seed, done.sampling_defaults)
+        meta |= routes
         meta["cached_tokens"] = done.usage.cached_tokens
         timings = done.timings
         if timings is not None:
@@ -204,13 +217,17 @@ class Writer:
                 "decode_time": timings.decode,
                 "total_retractions": timings.num_preemptions,
             }
-        return self._reply(choice, meta | self._prompt(item, done.prompt_token_ids, done.prompt_logprobs))
+        reply = self._reply(choice, meta | self._prompt(item, done.prompt_token_ids, done.prompt_logprobs))
+        return reply | item.artifact.keys(done)
 
-    def partial(self, item: Item, stream: Stream, choice: Choice, ended: bool) -> dict[str, Any]:
+    def partial(
+        self, item: Item, stream: Stream, choice: Choice, ended: bool, routes: dict[str, Any]
+    ) -> dict[str, Any]:
         seed = stream.seeds[choice.index]
         meta = self._meta(item, choice, len(stream.prompt_token_ids), seed, stream.sampling_defaults)
         if not ended:
             meta["finish_reason"] = None
+        meta |= routes
         return self._reply(choice, meta | self._prompt(item, stream.prompt_token_ids, stream.prompt_logprobs))
 
     def _reply(self, choice: Choice, meta: dict[str, Any]) -> dict[str, Any]:
@@ -314,8 +331,13 @@ async def _stream(call: Call, writer: Writer, items: Sequence[Item], streams: Se
     first = [sum(item.ask.params.n for item in items[:index]) for index in range(len(items))]
 
     async def on_delta(index: int, delta: Delta) -> None:
+        stream, ended, routes = streams[index], delta.finish_reason is not None, dict[str, Any]()
         choice = growing.setdefault((index, delta.choice_index), Growing()).add(delta)
-        reply = writer.partial(items[index], streams[index], choice, delta.finish_reason is not None)
+        if ended:
+            done = stream.choice(delta.choice_index)
+            routes = await sglang_routes(call.context.engine, stream.prompt_token_ids, done)
+        reply = writer.partial(items[index], stream, choice, ended, routes)
+        reply |= items[index].artifact.chunk_keys(stream, delta)
         place = {"index": first[index] + delta.choice_index} if batched else {}
         await events.send({**reply, **place})
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from infer.api.artifacts import NativeArtifactFields
 from infer.api.fields import Body, BodyModel, Unsupported
 from infer.api.openai.schemas import MAX_PRIORITY
 from infer.types import TokenId
@@ -19,7 +20,7 @@ MAX_NEW_TOKENS = 128
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class GenerateBody(BodyModel):
+class GenerateBody(NativeArtifactFields):
     text: str | list[str] | None = None
     """The prompt as text, or several."""
     input_ids: list[TokenId] | list[list[TokenId]] | None = None
@@ -35,6 +36,10 @@ class GenerateBody(BodyModel):
     """With return_logprob, alternatives per token."""
     token_ids_logprob: list[TokenId] | list[list[TokenId]] | None = None
     """With return_logprob, these ids are scored at every position that has a log-probability."""
+    return_routed_experts: bool | list[bool] = False
+    """The experts that each token was routed to, in meta_info: base64 of int32, [tokens - 1 - start, all layers, top k]."""
+    routed_experts_start_len: Annotated[int, Field(ge=0)] | list[int] = 0
+    """First token whose experts are sent; told again in meta_info."""
     return_text_in_logprobs: bool = False
     """The third member of each log-probability is the token's text."""
     stream: bool = False
@@ -76,8 +81,6 @@ GENERATE = Body(
         "audio_data": Unsupported(note=_TEXT_ONLY),
         "modalities": Unsupported(note=_TEXT_ONLY),
         "return_hidden_states": Unsupported(note=_LATER),
-        "return_routed_experts": Unsupported(note=_LATER),
-        "routed_experts_start_len": Unsupported(note=_LATER, harmless=lambda value: value == 0),
         "return_indexer_topk": Unsupported(note=_LATER),
         "return_sampling_mask": Unsupported(note=_LATER),
         "return_entropy": Unsupported(note=_LATER),

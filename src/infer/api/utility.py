@@ -21,7 +21,7 @@ from infer.config.engine import EngineConfig
 from infer.errors import InvalidRequestError
 from infer.types import TokenId
 
-SECRETS = {"api": {"api_keys"}}
+SECRETS: dict[str, Any] = {"api": {"api_keys"}, "artifacts": {"storage_profiles": {"__all__": {"storage_options"}}}}
 """Settings that `/server_info` leaves out."""
 
 
@@ -173,6 +173,7 @@ async def server_info(call: Call) -> Response:
             "version": importlib.metadata.version("infer-engine"),
             "config": public_config(engine.config),
             "resolved": msgspec.to_builtins(engine.resolved),
+            "artifacts": engine.artifact_limits(),
         }
     )
 

@@ -6,7 +6,7 @@ Runs in the request's task. Part of the facade; owns the detokenizer and stop ma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -89,7 +89,7 @@ class ChoiceText:
         self.logprobs += public
         return public
 
-    def choice(self, request: Request, captured: Mapping[str, CapturedRows]) -> Choice:
+    def choice(self) -> Choice:
         if self.finish_reason is None:
             raise EngineError(f"choice {self.index} has not ended")
         return Choice(
@@ -100,8 +100,6 @@ class ChoiceText:
             stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             seed=self.seed,
-            captured=captured,
-            weight_versions=request.weight_versions(len(self.token_ids)),
         )
 
 
@@ -203,6 +201,10 @@ class Stream:
         return min(first.num_computed, first.prompt_len) if not first.num_output else first.prompt_len, first.prompt_len
 
     @property
+    def has_result(self) -> bool:
+        return self._result is not None
+
+    @property
     def result(self) -> Completion:
         """The completion; raises `EngineError` while the stream has not been read to its end."""
         self._check_entered()
@@ -282,8 +284,11 @@ class Stream:
         """Tokens, log-probabilities and rows are cut at the same token; what the engine still computes is surplus."""
         request = self._requests[choice.index]
         rows = self._rows[choice.index] = taken_rows(request, len(choice.token_ids))
-        shown = rows if self._admitted.params.return_routed_experts else {}
-        self._ended[choice.index] = choice.choice(request, shown)
+        self._ended[choice.index] = replace(
+            choice.choice(),
+            captured=rows if self._admitted.params.return_routed_experts else {},
+            weight_versions=request.weight_versions(len(choice.token_ids)),
+        )
 
     @property
     def _has_ended(self) -> bool:

@@ -6,11 +6,13 @@ Runs in request tasks.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from infer.api.artifacts import Wanted, all_vllm_routes, vllm_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.openai import generation
 from infer.api.openai.logprobs import chat_logprobs, prompt_logprobs, token_writer
@@ -18,12 +20,16 @@ from infer.api.openai.models import check_model
 from infer.api.openai.progress import report_progress, silence
 from infer.api.openai.schemas import CHAT, ChatBody
 from infer.api.routing import ApiRoute, Call
+from infer.api.sse import EventFrame
 from infer.api.timings import timing_metrics
 from infer.errors import InvalidRequestError
 from infer.types import Completion, Delta, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from infer.engine.stream import Stream
+
+
+NO_ROUTES: Mapping[int, dict[str, Any]] = MappingProxyType({})
 
 
 def routes(context: ApiContext) -> list[ApiRoute]:
@@ -38,20 +44,22 @@ async def chat(call: Call) -> Response | None:
     model = check_model(call.context, body.model)
     wants_usage = generation.check_stream_options(body, call)
     params = chat_params(body, values, call)
+    artifact = wanted(call.data)
     try:
         prompt_ids = await encode_chat(body, params, call)
-        [ask] = generation.make_asks(call, "chatcmpl", [prompt_ids], params, body)
+        [ask] = generation.make_asks(call, "chatcmpl", [prompt_ids], params, body, artifact.request)
         writer = ChatWriter(call.context, body, model, ask.request_id, params.logprob_token_ids or ())
         if body.stream:
             async with generation.opened(call, [ask]) as [stream]:
-                await _stream(call, body, writer, stream, params.n, wants_usage)
+                await _stream(call, body, writer, stream, artifact, wants_usage)
             return None
         [done] = await generation.generate_all(call, [ask])
     except InvalidRequestError as error:
         if error.parameter == "prompt":
             error.parameter = "messages"
         raise
-    return call.json(writer.reply(done))
+    [routes] = await all_vllm_routes(call.context.engine, [done])
+    return call.json(writer.reply(done, routes) | artifact.keys(done))
 
 
 def chat_params(body: ChatBody, values: dict[str, Any], call: Call) -> SamplingParams:
@@ -123,8 +131,10 @@ class ChatWriter:
         self._text = context.token_text
         self._write = token_writer(context.token_text, body.return_tokens_as_token_ids)
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
+        self.frame = EventFrame({**self._head, "object": "chat.completion.chunk"})
 
-    def reply(self, done: Completion) -> dict[str, Any]:
+    def reply(self, done: Completion, routes: Mapping[int, dict[str, Any]] = NO_ROUTES) -> dict[str, Any]:
+        """`routes`: choice index -> what it says of its routed experts."""
         choices = []
         for choice in done.choices:
             reason, stop_reason = generation.finish(choice.finish_reason, choice.stop_reason)
@@ -138,7 +148,7 @@ class ChatWriter:
             }
             if self._body.return_token_ids:
                 one["token_ids"] = choice.token_ids
-            choices.append(one)
+            choices.append(one | routes.get(choice.index, {}))
         counts = done.usage
         reply = {
             **self._head,
@@ -193,32 +203,35 @@ class ChatWriter:
 
 
 async def _stream(
-    call: Call, body: ChatBody, writer: ChatWriter, stream: Stream, num_choices: int, wants_usage: tuple[bool, bool]
+    call: Call, body: ChatBody, writer: ChatWriter, stream: Stream, artifact: Wanted, wants_usage: tuple[bool, bool]
 ) -> None:
     """Role frames at once, then deltas, each choice's last with its finish reason, then usage."""
     last_usage, every_usage = wants_usage
     events = await call.open_events(comment=lambda: silence([stream]))
     blank: dict[str, Any] = {"usage": None} if last_usage else {}
     prompt_len = len(stream.prompt_token_ids)
-    for index in range(num_choices):
+    for index in range(len(stream.seeds)):
         counted = {"usage": generation.usage(prompt_len, 0)} if every_usage else blank
         await events.send({**writer.role(index, stream), **counted})
     if body.return_progress:
         call.tasks.start_soon(report_progress, events, [stream], writer.chunk)
     told_prompt = stream.prompt_logprobs is None
     count = 0
-    async for delta in stream:
+    async for delta in generation.Deltas(stream):
         count += len(delta.token_ids)
         choice = writer.delta(delta)
         if choice is None:
             continue
-        extra: dict[str, Any] = dict(blank)
+        extra: dict[str, Any] = blank | artifact.chunk_keys(stream, delta)
+        if delta.finish_reason is not None:
+            ended = stream.choice(delta.choice_index)
+            choice |= await vllm_routes(call.context.engine, stream.prompt_token_ids, ended)
         if every_usage:
             extra["usage"] = generation.usage(prompt_len, count)
         if not told_prompt:
             told_prompt = True
             extra["prompt_logprobs"] = writer.prompt_logprobs(stream.prompt_logprobs)
-        await events.send(writer.chunk([choice], **extra))
+        await events.write(writer.frame.event(choice, extra))
     last: dict[str, Any] = {}
     if last_usage:
         counts = stream.result.usage

@@ -6,7 +6,7 @@ Pure but for decoding tokens; one per call.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from infer.api.context import ApiContext
 from infer.api.openai import generation
 from infer.api.openai.logprobs import CompletionLogprobs, prompt_logprobs, token_writer
 from infer.api.openai.schemas import CompletionBody
+from infer.api.sse import EventFrame
 from infer.api.timings import timing_metrics
 from infer.types import Choice, Completion, Delta, TokenLogprob
 
@@ -46,6 +47,7 @@ class CompletionWriter:
         self._text = context.token_text
         self._write = token_writer(context.token_text, body.return_tokens_as_token_ids)
         self._head = {"id": reply_id, "object": "text_completion", "created": int(time.time()), "model": model}
+        self.frame = EventFrame(self._head)
         self._asks_prompt_logprobs = asks_prompt_logprobs
         self._shows_logprobs = shows_logprobs
         self._candidate_ids = candidate_ids
@@ -53,11 +55,13 @@ class CompletionWriter:
 
     # -- whole replies ---------------------------------------------------------------------------------------------
 
-    def reply(self, done: Sequence[Completion]) -> dict[str, Any]:
+    def reply(self, done: Sequence[Completion], routes: Sequence[Mapping[int, dict[str, Any]]] = ()) -> dict[str, Any]:
+        """`routes`: of each completion, choice index -> what it says of its routed experts."""
         choices = []
         for index, completion in enumerate(done):
             for place, choice in enumerate(best(completion.choices, self._num_returned)):
-                choices.append(self._choice(index, place, choice, completion.prompt_logprobs))
+                made = self._choice(index, place, choice, completion.prompt_logprobs)
+                choices.append(made | routes[index][choice.index] if routes else made)
         reply = {**self._head, "choices": choices, "usage": self.usage(done)}
         reply["sampling_defaults"] = done[0].sampling_defaults
         return reply | self.metrics(done)

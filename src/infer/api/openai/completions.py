@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from infer.api.artifacts import Wanted, all_vllm_routes, vllm_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.openai import generation
 from infer.api.openai.completion_writer import CompletionWriter, Prompted
@@ -36,7 +37,9 @@ async def completions(call: Call) -> Response | None:
     params, num_returned = completion_params(body, values, call)
     prompts = await encode_prompts(body, call)
     generation.check_choices(params.n, len(prompts))
-    asks = generation.make_asks(call, "cmpl", [prompt.ids for prompt in prompts], params, body)
+    refused = {"best_of": params.n != num_returned, "max_tokens=0": body.max_tokens == 0}
+    artifact = wanted(call.data, len(prompts), refused=refused)
+    asks = generation.make_asks(call, "cmpl", [prompt.ids for prompt in prompts], params, body, artifact.request)
     writer = CompletionWriter(
         call.context,
         body,
@@ -50,9 +53,11 @@ async def completions(call: Call) -> Response | None:
         candidate_ids=params.logprob_token_ids or (),
     )
     if not body.stream:
-        return call.json(writer.reply(await generation.generate_all(call, asks)))
+        done = await generation.generate_all(call, asks)
+        routes = await all_vllm_routes(call.context.engine, done)
+        return call.json(writer.reply(done, routes) | artifact.keys(done[0]))
     async with generation.opened(call, asks) as streams:
-        await _stream(call, body, writer, streams, wants_usage)
+        await _stream(call, body, writer, streams, artifact, wants_usage)
     return None
 
 
@@ -105,7 +110,12 @@ async def encode_prompts(body: CompletionBody, call: Call) -> list[Prompted]:
 
 
 async def _stream(
-    call: Call, body: CompletionBody, writer: CompletionWriter, streams: list[Any], wants_usage: tuple[bool, bool]
+    call: Call,
+    body: CompletionBody,
+    writer: CompletionWriter,
+    streams: list[Any],
+    artifact: Wanted,
+    wants_usage: tuple[bool, bool],
 ) -> None:
     """Chunks of all choices as they come, each choice's last with its finish reason, then usage."""
     last_usage, every_usage = wants_usage
@@ -113,21 +123,27 @@ async def _stream(
     if body.return_progress:
         call.tasks.start_soon(report_progress, events, streams, writer.chunk)
     prompt_len = sum(len(stream.prompt_token_ids) for stream in streams)
+    seeds = [stream.seeds for stream in streams]
     count, begun = 0, False
 
     async def on_delta(prompt_index: int, delta: Delta) -> None:
         nonlocal count, begun
         count += len(delta.token_ids) if body.max_tokens else 0
         stream = streams[prompt_index]
-        choice = writer.delta(prompt_index, delta, stream.seeds[delta.choice_index], stream.prompt_logprobs)
+        seed = seeds[prompt_index][delta.choice_index]
+        choice = writer.delta(prompt_index, delta, seed, stream.prompt_logprobs)
         if choice is not None:
             extra: dict[str, Any] = {"usage": None} if last_usage else {}
             if not begun:
                 begun = True
                 extra["sampling_defaults"] = stream.sampling_defaults
+            if delta.finish_reason is not None:
+                ended = stream.choice(delta.choice_index)
+                choice |= await vllm_routes(call.context.engine, stream.prompt_token_ids, ended)
+                extra |= artifact.chunk_keys(stream, delta)
             if every_usage:
                 extra["usage"] = generation.usage(prompt_len, count)
-            await events.send(writer.chunk([choice], **extra))
+            await events.write(writer.frame.event(choice, extra))
 
     await generation.read_all(streams, on_delta)
     done = [stream.result for stream in streams]

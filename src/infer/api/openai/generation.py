@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
 from infer.api.errors import ApiError, unwrap
 from infer.api.routing import Call
-from infer.errors import InvalidRequestError
+from infer.errors import ArtifactError, InvalidRequestError
 from infer.types import Completion, Delta, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from infer.api.openai.schemas import GenerationBody
+    from infer.artifacts.request import ArtifactRequest
     from infer.config.engine import ApiSection
     from infer.engine.stream import Stream
 
@@ -47,6 +48,7 @@ class Ask:
     priority: int
     cache_salt: str | None
     deadline: float | None
+    artifact: ArtifactRequest | None = None
 
 
 def sampling_params(values: dict[str, Any], settings: ApiSection) -> SamplingParams:
@@ -133,7 +135,12 @@ def deadline_of(body: GenerationBody, settings: ApiSection) -> float | None:
 
 
 def make_asks(
-    call: Call, prefix: str, prompts: Sequence[Prompt], params: SamplingParams, body: GenerationBody
+    call: Call,
+    prefix: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    body: GenerationBody,
+    artifact: ArtifactRequest | None = None,
 ) -> list[Ask]:
     """Request ids are the reply's id, numbered when there are several prompts."""
     base = f"{prefix}-{call.unique_id}"
@@ -145,6 +152,7 @@ def make_asks(
             priority=body.priority,
             cache_salt=body.cache_salt,
             deadline=deadline_of(body, call.context.settings),
+            artifact=artifact,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -185,11 +193,41 @@ async def opened(call: Call, asks: Sequence[Ask]) -> AsyncIterator[list[Stream]]
         ]
 
 
+class Deltas:
+    """A stream's deltas; the very last one comes when the stream has its result, its artifact's receipt included.
+
+    A strict artifact that failed is raised behind it: the tokens are the client's.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._open = len(stream.seeds)
+        self._failure: ArtifactError | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._failure is not None:
+            raise self._failure
+        delta = await self._stream.__anext__()
+        if delta.finish_reason is not None:
+            self._open -= 1
+            if not self._open:
+                try:
+                    await self._stream.__anext__()
+                except StopAsyncIteration:
+                    pass
+                except ArtifactError as error:
+                    self._failure = error
+        return delta
+
+
 async def read_all(streams: Sequence[Stream], on_delta: Callable[[int, Delta], Awaitable[None]]) -> None:
     """Read every stream to its end, each at its own pace."""
 
     async def one(index: int) -> None:
-        async for delta in streams[index]:
+        async for delta in Deltas(streams[index]):
             await on_delta(index, delta)
 
     if len(streams) == 1:
@@ -241,4 +279,5 @@ def _arguments(ask: Ask) -> dict[str, Any]:
         "priority": ask.priority,
         "cache_salt": ask.cache_salt,
         "deadline": ask.deadline,
+        "artifact": ask.artifact,
     }

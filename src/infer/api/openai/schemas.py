@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from infer.api.fields import Body, BodyModel, Unsupported
+from infer.api.artifacts import ArtifactFields
+from infer.api.fields import Body, Unsupported
 from infer.types import TokenId
 
 MAX_PRIORITY = 2**31 - 1
@@ -23,7 +24,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(BodyModel):
+class GenerationBody(ArtifactFields):
     """Fields that both endpoints have, besides sampling."""
 
     model: str | None = None
@@ -117,6 +118,8 @@ _SAMPLING = {
     "logprob_token_ids": "logprob_token_ids",
     "return_kept_set": "return_kept_set",
     "forced_token_ids": "forced_token_ids",
+    "return_routed_experts": "return_routed_experts",
+    "routed_experts_prompt_start": "routed_experts_prompt_start",
 }
 
 
@@ -148,7 +151,6 @@ _BOTH: dict[str, Unsupported] = {
     "thinking_token_budget": Unsupported(note=_LATER),
     "kv_transfer_params": Unsupported(note=_LATER),
     "vllm_xargs": Unsupported(note="it belongs to vLLM's plugins"),
-    "return_routed_experts": Unsupported(note=_LATER),
     "prompt_embeds": Unsupported(note=_LATER),
     "request_id": Unsupported(note="send it as the header X-Request-Id"),
 }

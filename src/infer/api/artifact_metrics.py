@@ -1,0 +1,48 @@
+"""Generation artifacts in `/metrics`: what was admitted, delivered and refused, and what is held. Read at every scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from infer.artifacts.pipeline import PipelineStatistics
+
+Labels = Mapping[str, str]
+
+
+def artifact_metrics(now: PipelineStatistics, labels: Labels) -> Iterator[Metric]:
+    counters = (
+        ("infer_artifacts_admitted", "Artifacts whose request was let in.", now.admitted),
+        ("infer_artifacts_ready", "Artifacts that were delivered.", now.ready),
+        ("infer_artifact_bytes", "Bytes of delivered artifacts, as stored.", now.delivered_bytes),
+        ("infer_artifact_encode_seconds", "Seconds spent on encoding.", now.encode_seconds),
+        ("infer_artifact_upload_seconds", "Seconds spent on uploads, failed ones too.", now.upload_seconds),
+    )
+    for name, text, value in counters:
+        yield _counter(name, text, labels, {(): value})
+    by_code = (
+        ("infer_artifacts_refused", "Artifact requests refused before inference, by code.", now.refused),
+        ("infer_artifacts_failed", "Artifacts that were not delivered, by code.", now.failed),
+    )
+    for name, text, counts in by_code:
+        yield _counter(name, text, labels, {(code,): count for code, count in sorted(counts.items())})
+    gauges = (
+        ("infer_artifact_queue_depth", "Finished artifacts that wait for a slot.", now.queue_depth),
+        ("infer_artifacts_delivering", "Artifacts being encoded or uploaded.", now.running),
+        ("infer_artifact_reserved_bytes", "Bytes of artifacts.process_bytes that are taken.", now.reserved_bytes),
+    )
+    for name, text, value in gauges:
+        family = GaugeMetricFamily(name, text, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
+        yield family
+
+
+def _counter(name: str, text: str, labels: Labels, values: Mapping[tuple[str, ...], float]) -> Metric:
+    more = ("code",) if () not in values else ()
+    family = CounterMetricFamily(name, text, labels=(*labels, *more))
+    for extra, value in values.items():
+        family.add_metric((*labels.values(), *extra), value)
+    return family
