@@ -1,19 +1,20 @@
 """Everything that a generation can carry, as the engine captured it: named fields of rows, and where it came from.
 
-Plain frozen values over numpy arrays. Filled by capture, written by `v2.writer`, handed out by every reader.
+Plain frozen values over numpy arrays; loads no numpy. Filled by capture, written by `v2.writer`, handed out by every reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from infer.types import FinishReason
+
+if TYPE_CHECKING:  # admission imports this module, and loads no numpy
+    from numpy.typing import NDArray
 
 Scalar = bool | int | float | str
 Attribute = bool | int | float | str | tuple[int | str, ...]
@@ -110,7 +111,7 @@ class FieldRows:
     @property
     def complete(self) -> bool:
         """No row is missing."""
-        return self.status is None or not bool((np.asarray(self.status) == MISSING).any())
+        return self.status is None or not bool((self.status == MISSING).any())
 
     def row(self, index: int) -> NDArray[Any]:
         """Values of row `index` (0 is the row at `row_start`)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -83,6 +85,11 @@ def test_a_field_of_a_plugin_and_of_the_request() -> None:
         10 + 2 * 5
     )
     assert bound_v2([summary], prompt_tokens=10, max_tokens=5, num_choices=2).raw_bytes - bare.raw_bytes == 2 * 100
+
+
+def test_admission_loads_no_numpy() -> None:
+    code = "import sys, infer.artifacts.v2.bounds as b; assert 'numpy' not in sys.modules and b.field_bound('entropy')"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_field_that_does_not_exist_is_refused_by_name() -> None:
