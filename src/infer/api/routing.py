@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from infer.api.auth import check_key
+from infer.api.connections import DIRECT
 from infer.api.context import ApiContext
 from infer.api.errors import error_response
 from infer.api.fields import Body
@@ -71,6 +72,7 @@ class Call:
         self.scope = anyio.CancelScope()
         self.failure: Exception | None = None
         self._send = send
+        self._direct: Callable[[bytes], bool] | None = scope.get(DIRECT)
 
     def json(self, value: Any, *, status: int = 200) -> Response:
         return Response(
@@ -92,6 +94,7 @@ class Call:
             write_timeout=settings.write_timeout,
             comment=comment,
             on_stalled=self.scope.cancel,
+            direct=self._direct,
         )
         return self.stream
 

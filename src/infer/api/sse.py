@@ -5,6 +5,7 @@ Runs in the call's task, the keep-alive beside it. Owns the response once it has
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ class EventStream:
     """`await start()`, then `send` objects, then `finish` (or `fail`). Writing waits for the client: backpressure.
 
     comment: what a keep-alive says; a client ignores it. on_stalled: called when the client has not read for
-    `write_timeout` seconds.
+    `write_timeout` seconds. direct: writes a piece of the body at once, or returns False where it has to wait.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class EventStream:
         comment: Callable[[], str] = lambda: "keep-alive",
         on_stalled: Callable[[], None] = lambda: None,
         media_type: str = MEDIA_TYPE,
+        direct: Callable[[bytes], bool] | None = None,
     ) -> None:
         self.started = False
         self.ended = False
@@ -49,8 +51,9 @@ class EventStream:
         self._write_timeout = write_timeout
         self._comment = comment
         self._on_stalled = on_stalled
+        self._direct = direct
         self._lock = anyio.Lock(fast_acquire=True)  # nearly always free: a turn of the event loop per token is dear
-        self._last_write = anyio.current_time()
+        self._last_write = time.monotonic()
         self._writing_since: float | None = None
 
     async def start(self) -> None:
@@ -63,8 +66,11 @@ class EventStream:
         await self.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def write(self, data: bytes) -> None:
+        if self._direct is not None and self._writing_since is None and self._direct(data):
+            self._last_write = time.monotonic()
+            return
         async with self._lock:
-            self._writing_since = self._last_write = anyio.current_time()
+            self._writing_since = self._last_write = time.monotonic()
             try:
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
             finally:
@@ -87,9 +93,21 @@ class EventStream:
         """Runs beside the stream until cancelled."""
         while True:
             await anyio.sleep(min(self._keep_alive, self._write_timeout))
-            now = anyio.current_time()
+            now = time.monotonic()
             if self._writing_since is not None:
                 if now - self._writing_since >= self._write_timeout:
                     self._on_stalled()
             elif not self.ended and now - self._last_write >= self._keep_alive * 0.9:
                 await self.write(f": {self._comment()}\n\n".encode())
+
+
+class EventFrame:
+    """Events of one stream, alike but for their choices: what never changes is encoded once."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self._before = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+
+    def event(self, choice: Mapping[str, Any], more: Mapping[str, Any]) -> bytes:
+        """`{**head, "choices": [choice], **more}`, as `EventStream.write` takes it."""
+        end = b"]," + msgspec.json.encode(more)[1:] + b"\n\n" if more else b"]}\n\n"
+        return self._before + msgspec.json.encode(choice) + end

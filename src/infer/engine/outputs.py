@@ -5,6 +5,7 @@ Written by the loop task, read by the request's task, both on one event loop.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from infer.engine.request import Request
     from infer.engine.step import PositionLogprobs
     from infer.types import FinishReason
+
+
+STEP_SECONDS = 0.001
+"""No real step is shorter; a scripted one may be."""
 
 
 @dataclass(slots=True)
@@ -41,6 +46,8 @@ class Outbox:
         self._updates: dict[int, ChoiceUpdate] = {}
         self._ready = False
         self._reader: anyio.Event | None = None
+        self._event_class: type[anyio.Event] | None = None
+        self._in_step = True
 
     def put(
         self,
@@ -77,14 +84,20 @@ class Outbox:
         """Wait until some choice has `interval` tokens or has ended; returns the updates that are due. One reader."""
         if self._reader is not None:
             raise EngineError("another task is reading this request already; a stream has one reader")
-        # A reader that is woken again and again in step with the loop would never see that it is cancelled.
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        # A reader that is woken again and again in step with the loop would never see that it is cancelled; one that
+        # waits for real steps is found waiting.
+        if self._ready or self._in_step:
+            await anyio.lowlevel.checkpoint_if_cancelled()
         while not self._ready:
-            self._reader = anyio.Event()
+            # The class is that of the running event loop, which `anyio.Event()` looks up each time.
+            self._reader = self._event_class() if self._event_class is not None else anyio.Event()
+            self._event_class = type(self._reader)
+            began = time.monotonic()
             try:
                 await self._reader.wait()
             finally:
                 self._reader = None
+            self._in_step = time.monotonic() - began < STEP_SECONDS
         self._ready = False
         due = [u for u in self._updates.values() if u.finish_reason is not None or len(u.token_ids) >= self._interval]
         for update in due:

@@ -76,8 +76,9 @@ class AuxBegin(msgspec.Struct):
 
 class AuxPlan(msgspec.Struct):
     """The auxiliary side of a plan. The worker applies ends, begins and hashes before the forward pass, then the store's
-    changes in one batch with what the step publishes: discard, retain, put, release. A step that fails applies all of it
-    just the same and publishes nothing. None when nobody captures and nothing is to be told."""
+    changes in one batch with what the step publishes: discard, retain, release, put. What is retained behind the batch has
+    room for all of it. A step that fails applies the changes just the same and publishes nothing. None when nobody captures
+    and nothing is to be told."""
 
     weight_version: int
     """Of the weights this step runs on."""
