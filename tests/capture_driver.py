@@ -101,6 +101,7 @@ class ModelCapture:
     emitted: int
     hashes: list[bytes]
     num_published: int
+    num_sent: int
     rows: dict[int, tuple[dict[str, bytes], int]] = field(default_factory=dict)
     error: str | None = None
 
@@ -115,6 +116,8 @@ class ModelStep:
     """(index in the results, capture, first position, rows)."""
     forks: list[tuple[int, ModelCapture]] = field(default_factory=list)
     touched: list[ModelCapture] = field(default_factory=list)
+    sent: list[tuple[int, int, list[bytes]]] = field(default_factory=list)
+    """(slot, first block, hashes)."""
 
 
 class ModelCaptures:
@@ -150,11 +153,22 @@ class ModelCaptures:
             self.begun[begin.capture_id] = begin
             self.by_slot[begin.slot] = begin.capture_id
             self.captures[begin.capture_id] = ModelCapture(
-                begin, aux.weight_version, begin.start, begin.emit_from, list(begin.hashes), len(begin.hashes)
+                begin,
+                aux.weight_version,
+                begin.start,
+                begin.emit_from,
+                list(begin.hashes),
+                len(begin.hashes),
+                len(begin.hashes),
             )
         slots = [*plan.slots, *(slot for _, slot in plan.forks)]
         touched = [self.captures[self.by_slot[slot]] for slot in slots if slot in self.by_slot]
-        return ModelStep(plan, aux.weight_version, touched=touched)
+        sent = []
+        for capture_id, hashes in aux.hashes:
+            capture = self.captures[capture_id]
+            sent.append((capture.begin.slot, capture.num_sent, hashes))
+            capture.num_sent += len(hashes)
+        return ModelStep(plan, aux.weight_version, touched=touched, sent=sent)
 
     def snapshot(self, step: ModelStep, tokens: Callable[[int], tuple[list[int], bool]]) -> None:
         """Right after the forward pass; `tokens` gives a slot's tokens, and whether it computed rubbish."""
@@ -175,9 +189,8 @@ class ModelCaptures:
                 step.forks.append((index, self.captures[self.by_slot[slot]]))
         for begin in plan.aux.begins if plan.aux is not None else ():
             self._check_content(begin.hashes, tokens(begin.slot)[0], 0)
-        for capture_id, hashes in plan.aux.hashes if plan.aux is not None else ():
-            capture = self.captures[capture_id]
-            self._check_content(hashes, tokens(capture.begin.slot)[0], len(capture.hashes))
+        for slot, first_block, hashes in step.sent:
+            self._check_content(hashes, tokens(slot)[0], first_block)
 
     def process(self, step: ModelStep, result: StepResult | None) -> None:
         """`result` None: the step failed."""
