@@ -16,6 +16,9 @@ from rich.console import Console
 
 from infer import Completion, SamplingParams
 from infer.artifacts import ArtifactChoice, GenerationArtifact, SelectedLogprobs, encode
+from infer.artifacts.record import Provenance
+from infer.artifacts.v2.conversion import record_of
+from infer.artifacts.v2.writer import encode_v2
 from infer.artifacts.verify import engine_routes
 from infer.cli.app import main
 from infer.cli.session import Session
@@ -39,9 +42,12 @@ class Outcome:
 def verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """verify(artifact, model, "--json") -> exit code, stdout, stderr."""
 
-    def call(artifact: GenerationArtifact, model: Path, *more: str) -> Outcome:
+    def call(artifact: GenerationArtifact | Path, model: Path, *more: str) -> Outcome:
         file = tmp_path / "rollout.dynexp"
-        file.write_bytes(encode(artifact))
+        if isinstance(artifact, Path):
+            file = artifact
+        else:
+            file.write_bytes(encode(artifact))
         err = Console(file=io.StringIO(), soft_wrap=True, markup=False, highlight=False, color_system=None)
         environment = read_environment({"INFER_CACHE_DIR": str(tmp_path / "cache")})
         arguments = ["verify", str(file), "--model", str(model), *SETTINGS, *more]
@@ -172,6 +178,20 @@ def test_a_greedy_token_behind_a_penalty_is_judged_by_what_was_chosen_from(model
     assert verify(recorded, model, *arguments, "--repetition-penalty", "1.5").out.splitlines()[-1] == "equal"
     report = json.loads(verify(recorded, model, *arguments, "--json").out)
     assert report["choices"][0]["tokens"]["wrong"] > 0 and report["choices"][0]["logprobs"]["wrong"] == 0
+
+
+def test_the_open_format_says_itself_how_it_was_sampled(model: Path, tmp_path: Path, verify: Any) -> None:
+    """Processed values and greedy tokens are judged without an option; an option counts more."""
+    params = {"temperature": 0.0, "repetition_penalty": 1.5, "logit_bias": {"9": 2.0}}
+    recorded = rollout(model, logprobs_mode="processed", **params | {"logit_bias": {9: 2.0}})
+    provenance = Provenance(logprobs_mode="processed", sampling=params | {"n": 1, "max_tokens": 40})
+    file = tmp_path / "open.dynexp"
+    file.write_bytes(encode_v2(record_of(recorded, provenance=provenance)).data)
+    done = verify(file, model, "--dtype", "float32", "--json")
+    report = json.loads(done.out)
+    assert (done.code, report["verdict"]) == (0, "equal")
+    assert [choice["tokens"]["equal"] for choice in report["choices"]] == [40] * 4
+    assert verify(file, model, "--dtype", "float32", "--repetition-penalty", "1").code == 1
 
 
 @pytest.fixture(scope="module")

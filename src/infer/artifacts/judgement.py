@@ -116,7 +116,6 @@ def judge_logprobs(
         deviation = np.abs(theirs - mine)
     limit = tolerance.near + tolerance.relative * np.minimum(np.abs(theirs), np.abs(mine))
     codes = np.where(deviation <= tolerance.equal, EQUAL, np.where(deviation <= limit, NEAR, WRONG))
-    codes[~np.isfinite(deviation)] = WRONG
     judged = _judgement(
         codes,
         start + np.arange(len(tokens)),

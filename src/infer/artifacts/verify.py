@@ -22,6 +22,7 @@ from infer.artifacts.judgement import (
     judge_tokens,
     worst,
 )
+from infer.artifacts.record import Provenance
 from infer.errors import ArtifactError
 from infer.types import Completion, Prompt, SamplingParams, TokenLogprob
 
@@ -109,6 +110,22 @@ async def verify_artifact(
     made = tuple(reports.get(choice.choice_index) or _empty(choice) for choice in artifact.choices)
     kinds = [kind for one in made for kind in (one.tokens, one.logprobs, one.routes)]
     return VerifyReport(verdict=worst(kinds), tolerance=tolerance, choices=made)
+
+
+def recorded_params(provenance: Provenance | None) -> SamplingParams:
+    """How the rollout was sampled, as far as the artifact says it; format v1 says nothing."""
+    if provenance is None:
+        return SamplingParams()
+    values: dict[str, Any] = {
+        name: value
+        for name, value in provenance.sampling.items()
+        if name in SamplingParams.model_fields and name not in REPLACED
+    }
+    if isinstance(biases := values.get("logit_bias"), dict):
+        values["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
+    if provenance.logprobs_mode:
+        values["logprobs_mode"] = provenance.logprobs_mode
+    return SamplingParams(**values)
 
 
 def engine_routes(done: Completion) -> RoutedExperts:

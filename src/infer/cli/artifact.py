@@ -245,13 +245,18 @@ def _other_fields(reader: ArtifactReader, index: int) -> dict[str, Any]:
 
 
 def _open(ctx: typer.Context, file: str, parents: list[str] | None = None) -> tuple[Session, ArtifactReader]:
+    session: Session = ctx.obj
+    return session, open_with_parents(file, parents)
+
+
+def open_with_parents(file: str, parents: list[str] | None) -> ArtifactReader:
+    """An artifact, and those that it continues: its own parent first."""
     from infer.artifacts import open_artifact  # noqa: PLC0415  numpy
 
-    session: Session = ctx.obj
     parent: ArtifactReader | None = None
     for name in reversed(parents or []):  # the eldest first
         parent = open_artifact(name, parent=parent)
-    return session, open_artifact(file, parent=parent)
+    return open_artifact(file, parent=parent)
 
 
 def _receipt(path: Path, sha256: str | None) -> tuple[str, int | None]:

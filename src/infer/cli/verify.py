@@ -13,6 +13,7 @@ import anyio
 import typer
 from rich.table import Table
 
+from infer.cli.artifact import Parents, open_with_parents
 from infer.cli.options import with_options
 from infer.cli.progress import ProgressDisplay
 from infer.cli.session import Session
@@ -35,6 +36,7 @@ def verify(
     session: Session,
     *,
     artifact: Annotated[str, typer.Argument(metavar="ARTIFACT", help="A path or any fsspec URL.")],
+    parent: Parents = None,
     rollout_dtype: Annotated[
         str | None,
         typer.Option(
@@ -55,16 +57,21 @@ def verify(
     """Score a rollout again by forced decoding and judge it: equal, near tie, or wrong.
 
     Log-probabilities and routes are compared where the artifact has them; the tokens themselves with --temperature 0,
-    which says that the rollout was greedy. Other sampling options matter for processed log-probabilities only.
+    which says that the rollout was greedy. Other sampling options matter for processed log-probabilities only. An
+    artifact of format v2 says itself how it was sampled; options that are given count more.
     """
-    from infer.artifacts import open_artifact  # noqa: PLC0415  numpy
+    from infer.artifacts.verify import recorded_params  # noqa: PLC0415  numpy
 
     if rollout_dtype is not None and rollout_dtype not in DTYPES:
         raise ConfigError(f"--rollout-dtype {rollout_dtype}: there is no such dtype; one of {', '.join(DTYPES)}")
-    given: dict[str, Any] = {name: getattr(params, name) for name in params.model_fields_set}
+    reader = open_with_parents(artifact, parent)
+    recorded = recorded_params(reader.provenance)
+    given: dict[str, Any] = {
+        name: getattr(source, name) for source in (recorded, params) for name in source.model_fields_set
+    }
     if logprobs_mode is not None:
         given["logprobs_mode"] = logprobs_mode
-    content = open_artifact(artifact).artifact()
+    content = reader.artifact()
     if any(choice.moe_routes is not None for choice in content.choices):
         config = _capturing(config)
     report = anyio.run(_verify, session, config, content, SamplingParams(**given), (rollout_dtype, max_deviation))
