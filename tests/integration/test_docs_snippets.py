@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from infer.config.engine import EngineConfig
+from infer.config.env import read_environment
+from infer.config.files import load_config
 from integration.documented_code import PAGES, ROOT, Block, blocks, documented_server, run, told
 
 PYTHON = blocks("python")
@@ -53,6 +56,14 @@ def test_python_block_runs(block: Block, test_cache: Path, tmp_path: Path, reque
     assert "Traceback" not in done.stderr, told(done)
 
 
+@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
+def test_yaml_block_is_a_configuration(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(block.text, "utf-8")
+    config = load_config({}, path, read_environment({}))
+    assert config != EngineConfig()
+
+
 @pytest.mark.model
 @pytest.mark.parametrize(("block", "line"), SHELL, ids=lambda value: value if isinstance(value, str) else value.name)
 def test_shell_line_works(
@@ -60,6 +71,8 @@ def test_shell_line_works(
 ) -> None:
     """`infer` commands are run. Of the others, those that install or test all of this again are checked for existing."""
     words = shlex.split(line)
+    if SERVED in line:
+        line = line.replace(SERVED, request.getfixturevalue("server"))
     if line == "infer serve":
         assert request.getfixturevalue("server").startswith("http://127.0.0.1:")
     elif "infer" in words:
