@@ -5,9 +5,9 @@ Called once at start; the `Ops` table it returns is called by layers on the work
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from infer.config.platform import PlatformLimits
 
@@ -80,6 +80,29 @@ class Routing:
     """Multiplies the weights at the end."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A GGML block type: weights of a block, and its bytes as stored."""
+
+    size: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOps:
+    """Products with weights that stay in the blocks of a GGUF. `kind` is a key of `formats`."""
+
+    formats: Mapping[str, BlockFormat]
+    row_multiple: int
+    """A weight can stay if its number of rows divides by this."""
+    pack: Callable[[Tensor, str], Tensor]
+    """(stored uint8 [N, bytes of a row], kind) -> uint8 of as many bytes, in the order of the kernels."""
+    rows: Callable[[Tensor, Tensor, str, int, torch.dtype], Tensor]
+    """(ids [T] int64, packed, kind, I, dtype) -> those rows of the weight, dequantised [T, I]."""
+    linear: Callable[[Tensor, Tensor, str, Tensor | None, torch.dtype], Tensor]
+    """(x [T, I], packed, kind, bias [N] or None, dtype) -> [T, N] in dtype. x may be quantised on the way, row by row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """The kernels of a platform. The platform fills the table once; layers call it. Shapes are exact, layouts row-major.
@@ -131,6 +154,9 @@ class Ops:
     head_logits: Callable[[Tensor, Tensor], Tensor] | None = None
     """(hidden [M, N], weight [V, N], packed or not) -> fp32 [M, V]: `linear` without rounding the result to x's dtype."""
 
+    blocks: BlockOps | None = None
+    """Products with a GGUF's own blocks; without it they are dequantised when they are read."""
+
 
 class Platform(Protocol):
     """A place to compute. One instance per engine, used from its worker thread only, except `limits`."""
@@ -157,4 +183,22 @@ class Platform(Protocol):
 
     def close(self) -> None:
         """Free what the platform itself holds."""
+        ...
+
+
+@runtime_checkable
+class SupportsWorkspace(Protocol):
+    """A platform that places large results in a buffer of its own, whose size is planned by running a model on shapes.
+
+    Of other platforms only the results of ops are counted: what an op allocates inside is not in the memory plan.
+    """
+
+    def planning_ops(self) -> tuple[Ops, Callable[[], int]]:
+        """A table whose ops allocate what those of `ops` allocate, and compute nothing; and a function that gives the most
+        bytes of the buffer that they had in use at a time. Large weights and the KV cache are on the meta device then,
+        all else is on CPU."""
+        ...
+
+    def reserve_workspace(self, num_bytes: int) -> None:
+        """Called once before the first step. A step that needs more must still run."""
         ...

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from infer.backends.cpu.library import AttentionArgs, Library
 from infer.backends.reference import kv, moe
-from infer.plugins.platform import AttentionMetadata, Ops
+from infer.plugins.platform import AttentionMetadata, BlockFormat, BlockOps, Ops
 
+BLOCK_FORMATS = {"Q8_0": BlockFormat(32, 34), "Q4_0": BlockFormat(32, 18), "Q4_1": BlockFormat(32, 20)}
+BLOCK_KINDS = {name: number for number, name in enumerate(BLOCK_FORMATS)}
+"""The library's number of each, see csrc/blocks.h."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16
 """Rows of a weight that lie side by side when it is packed."""
@@ -42,6 +45,13 @@ def make_ops(library: Library) -> Ops:
         unpack=unpack,
         head_logits=native.head_logits,
         rotary_angles=native.rotary_angles,
+        blocks=BlockOps(
+            formats=BLOCK_FORMATS,
+            row_multiple=LANES,
+            pack=native.pack_blocks,
+            rows=native.block_rows,
+            linear=native.block_linear,
+        ),
     )
 
 
@@ -98,6 +108,44 @@ class NativeOps:
             out_dtype == torch.float32,
             x.data_ptr(),
             weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            outer,
+            inner,
+        )
+        return out
+
+    def pack_blocks(self, stored: Tensor, kind: str) -> Tensor:
+        stored = stored.contiguous()
+        rows, row_bytes = stored.shape
+        form = BLOCK_FORMATS[kind]
+        packed = torch.empty(rows // LANES, LANES * row_bytes, dtype=torch.uint8)
+        inner = row_bytes // form.num_bytes * form.size
+        self._call.infer_pack_blocks(BLOCK_KINDS[kind], stored.data_ptr(), packed.data_ptr(), rows, inner)
+        return packed
+
+    def block_rows(self, ids: Tensor, packed: Tensor, kind: str, inner: int, dtype: torch.dtype) -> Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(ids.shape[0], inner, dtype=dtype)
+        self._call.infer_block_rows(
+            _dtype(out), BLOCK_KINDS[kind], packed.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.shape[0], inner
+        )
+        return out
+
+    def block_linear(self, x: Tensor, packed: Tensor, kind: str, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        x = x.contiguous()
+        (tokens, inner), outer = x.shape, packed.shape[0] * LANES
+        if bias is not None:
+            bias = bias.to(x.dtype).contiguous()
+        out = torch.empty(tokens, outer, dtype=dtype)
+        self._call.infer_block_linear(
+            self._library.pool,
+            _dtype(x),
+            dtype == torch.float32,
+            BLOCK_KINDS[kind],
+            x.data_ptr(),
+            packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             tokens,
