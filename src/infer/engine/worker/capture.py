@@ -20,7 +20,7 @@ from infer.engine.worker.block_store import BlockStoreError
 from infer.engine.worker.captured_fields import CapturedField
 from infer.engine.worker.captured_rows import Capture
 from infer.engine.worker.input_batch import StepRows
-from infer.engine.worker.taps import Tap
+from infer.engine.worker.taps import Evidence, Tap
 
 logger = logging.getLogger("infer.engine.worker")
 Key = tuple[str, bytes, int]
@@ -45,8 +45,8 @@ class CapturedStep:
     """(row in forward order, its capture), in the order of the snapshot's rows."""
     data: dict[str, Tensor] = field(default_factory=dict)
     """Field -> [captured tokens, *row shape], narrowed."""
-    invalid: dict[str, Tensor] = field(default_factory=dict)
-    """Field -> [captured tokens] bool."""
+    evidence: dict[str, Evidence] = field(default_factory=dict)
+    """Field -> whether its rows can be right."""
     problems: dict[str, str] = field(default_factory=dict)
     """Field -> why it could not be selected in this step."""
 
@@ -125,27 +125,22 @@ class RowCapture:
         if not chosen:
             return
         step.rows = chosen
-        starts = rows.query_starts
-        parts = [np.arange(starts[i], starts[i + 1]) for i, _ in chosen]
-        names = dict.fromkeys(name for _, capture in chosen for name in capture.row_bytes)
-        tokens = None
-        for name in names:
+        tokens = _tokens([i for i, _ in chosen], rows).to(next(iter(self._taps.values())).buffer.device)
+        for name in dict.fromkeys(name for _, capture in chosen for name in capture.row_bytes):
             captured = self._fields[name]
             tap = self._taps[captured.tap]
-            if tokens is None:
-                tokens = torch.from_numpy(np.concatenate(parts)).to(tap.buffer.device)
             try:
                 shape = (len(tokens), *captured.profile.row_shape)
                 dtype: torch.dtype = getattr(torch, captured.profile.dtype)
                 out = torch.empty(shape, dtype=dtype, device=tap.buffer.device)
                 captured.field.select(tap.buffer, tokens, out)
-                invalid = tap.invalid(tokens)
+                evidence = tap.evidence(tokens)
             except Exception as error:  # a plugin's: the rows of this step are lost, the tokens are not
                 step.problems[name] = f"{name} could not be captured: {type(error).__name__}: {error}"
                 continue
             step.data[name] = out
-            if invalid is not None:
-                step.invalid[name] = invalid
+            if evidence is not None:
+                step.evidence[name] = evidence
 
     def process(self, step: CapturedStep, rows: StepRows | None, result: StepResult) -> None:
         """When the step's output is consumed, in the order of the steps: append, publish every block that is complete now,
@@ -225,7 +220,7 @@ class RowCapture:
             if index in result.errors:
                 capture.fail(f"the request failed: {result.errors[index]}")
         data = {name: _host_bytes(tensor) for name, tensor in step.data.items()}
-        invalid = {name: found for name, mask in step.invalid.items() if (found := mask.cpu().numpy()).any()}
+        invalid = {name: found for name, seen in step.evidence.items() if (found := seen.invalid()) is not None}
         first = 0
         for i, capture in step.rows:
             start, count = int(rows.starts[i]), int(rows.counts[i])
@@ -363,6 +358,15 @@ class RowCapture:
         self._attached = False
         for tap in self._taps.values():
             tap.detach()
+
+
+def _tokens(indices: list[int], rows: StepRows) -> Tensor:
+    """Indices among the step's tokens of those of these rows."""
+    starts = rows.query_starts
+    first, last = indices[0], indices[-1]
+    if last - first == len(indices) - 1:
+        return torch.arange(int(starts[first]), int(starts[last + 1]))
+    return torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices]))
 
 
 def _host_bytes(tensor: Tensor) -> memoryview:

@@ -7,12 +7,31 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.errors import ConfigError
 from infer.plugins.artifact_field import TapFacts
 from infer.plugins.model import CausalLM, SupportsHiddenTaps, SupportsRouteTaps
+
+
+class Evidence:
+    """Ids as they were tapped, wider than what is kept, and their range: whether a model can have written them."""
+
+    def __init__(self, ids: Tensor, num_experts: int) -> None:
+        self._ids = ids
+        self._num_experts = num_experts
+        self._range = torch.aminmax(ids)
+
+    def invalid(self) -> NDArray[np.bool_] | None:
+        """[n] which rows hold an id that does not exist; None: none does."""
+        if int(self._range.min) >= 0 and int(self._range.max) < self._num_experts:
+            return None
+        wrong = (self._ids.amin((0, 2)) < 0) | (self._ids.amax((0, 2)) >= self._num_experts)
+        found: NDArray[np.bool_] = wrong.cpu().numpy()
+        return found
 
 
 class Tap(Protocol):
@@ -28,8 +47,8 @@ class Tap(Protocol):
         """Make the rows of the coming step unlike anything a model writes."""
         ...
 
-    def invalid(self, tokens: Tensor) -> Tensor | None:
-        """[n] bool on the device: which of these rows hold what no model may write; None: any value is possible."""
+    def evidence(self, tokens: Tensor) -> Evidence | None:
+        """Of these rows, without waiting for the device; None: a model may write any value."""
         ...
 
     def check_probe(self, num_tokens: int) -> None:
@@ -59,9 +78,8 @@ class RouterTap:
     def clear(self, num_tokens: int) -> None:
         self.buffer[:, :num_tokens].fill_(-1)
 
-    def invalid(self, tokens: Tensor) -> Tensor | None:
-        ids = self.buffer.index_select(1, tokens)
-        return (ids.amin((0, 2)) < 0) | (ids.amax((0, 2)) >= self._num_experts)
+    def evidence(self, tokens: Tensor) -> Evidence | None:
+        return Evidence(self.buffer.index_select(1, tokens), self._num_experts)
 
     def check_probe(self, num_tokens: int) -> None:
         for layer_id, ids in zip(self._layer_ids, self.buffer[:, :num_tokens], strict=True):
@@ -99,7 +117,7 @@ class HiddenTap:
     def clear(self, num_tokens: int) -> None:
         self.buffer[:, :num_tokens].fill_(torch.nan)
 
-    def invalid(self, tokens: Tensor) -> Tensor | None:
+    def evidence(self, tokens: Tensor) -> Evidence | None:
         return None
 
     def check_probe(self, num_tokens: int) -> None:
