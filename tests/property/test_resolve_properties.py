@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from infer.config.engine import EngineConfig
-from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint
+from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import MemoryPlan, ResolvedConfig, resolve
 from infer.errors import ConfigError
@@ -34,8 +34,13 @@ footprints = st.builds(
     ModelFootprint,
     weight_bytes=st.integers(0, 512 * MIB),
     load_transient_bytes=st.integers(0, 64 * MIB),
-    workspace_bytes_per_token=st.integers(0, 1 << 15),
-    logits_bytes_per_row=st.integers(0, 1 << 18),
+    workspace_bytes=st.integers(0, 64 * MIB),
+    bounds=st.builds(
+        StepBounds,
+        num_tokens=st.just(512),
+        num_rows=st.just(64),
+        max_model_len=st.just(2**40) | st.integers(64, 100_000),
+    ),
     kv_layout=layouts(),
 )
 models = st.builds(

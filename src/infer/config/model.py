@@ -83,17 +83,24 @@ class RoutedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     """What the model will occupy, computed from headers and shapes before any weight is read."""
+class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest step there can be."""
+
+    num_tokens: int
+    num_rows: int
+    """Sequences; slots of the persistent batch."""
+    max_model_len: int
+    """Longest sequence."""
+
+
 
     weight_bytes: int
     """Bytes of the parameters as they will live in memory."""
     load_transient_bytes: int
     """Extra bytes at the peak of loading (largest tensor in flight)."""
-    workspace_bytes_per_token: int
-    """Activation bytes per token of a step at its widest point."""
-    logits_bytes_per_row: int
-    """Bytes per sampled row while its logits are made and kept (fp32 vocabulary rows)."""
-    sampler_bytes: int = 0
-    """Bytes the sampler adds at most, whatever the number of rows: it works in chunks."""
+    workspace_bytes: int
+    """Of the worst step within `bounds`, the sampler and the slots' rows included."""
+    bounds: StepBounds
     kv_layout: KVLayout
     captures: tuple[CaptureProfile, ...] = ()
     """Artifact fields that the settings turn on, as this model gives them."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from infer.config import capture, kv_sizing
 from infer.config.engine import EngineConfig, check_together, check_whole_prompts
-from infer.config.model import ModelConfig, ModelFootprint
+from infer.config.model import ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.units import format_bytes
 from infer.errors import ConfigError
 
 AUTO_IN_FLIGHT_DEPTH = 2
+SHORTEST_TRIED = 1024
+"""Tokens; a checkpoint's length is not lowered below this for the sake of the workspace."""
 DEFAULT_CACHE_CAP = 2 * 2**30
 
 
@@ -97,7 +101,7 @@ def resolve(
     elif config.model.dtype == "auto" and dtype != model.dtype:
         notices.append(f"dtype {dtype}: {limits.name} does not compute the checkpoint's {model.dtype} natively")
     cache_dtype = choose_cache_dtype(config, dtype)
-    workspace = _workspace(config, footprint)
+    workspace = footprint.workspace_bytes
     wanted_len = _wanted_length(config, model)
     groups = kv_sizing.demands(
         footprint.kv_layout,
@@ -132,6 +136,9 @@ def resolve(
             config.scheduler.max_num_batched_tokens,
             config.cache.watermark,
         )
+        planned_len = footprint.bounds.max_model_len
+        if planned_len < wanted_len:  # longer sequences would need more workspace than was planned
+            capacity = planned_len if capacity is None else min(capacity, planned_len)
         max_model_len = _fit_length(config, plan, capacity, wanted_len, notices)
     check_whole_prompts(config, max_model_len)
     counts = kv_sizing.block_counts(groups, main_blocks)
@@ -154,6 +161,32 @@ def resolve(
         notices=tuple(notices),
         capture=_resolve_capture(config, footprint, stores, main_blocks, depth),
     )
+
+
+def resolve_within(
+    config: EngineConfig, model: ModelConfig, limits: PlatformLimits, measure: Callable[[StepBounds], ModelFootprint]
+) -> ResolvedConfig:
+    """`resolve` with the footprint of the steps that will be: the workspace grows with the longest sequence, and the
+    longest sequence is what the rest of the memory holds."""
+    scheduler = config.scheduler
+    length = _wanted_length(config, model)
+    while True:
+        footprint = measure(
+            StepBounds(
+                num_tokens=scheduler.max_num_batched_tokens, num_rows=scheduler.max_num_seqs, max_model_len=length
+            )
+        )
+        try:
+            resolved = resolve(config, model, limits, footprint)
+        except ConfigError as error:
+            stated = config.model.max_model_len is not None
+            if stated or length <= SHORTEST_TRIED or "scheduler.max_num_batched_tokens" not in error.fields:
+                raise
+            length //= 2  # the workspace of the checkpoint's longest sequence does not fit
+            continue
+        if resolved.scheduler.max_model_len >= length:
+            return resolved
+        length = resolved.scheduler.max_model_len
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, limits: PlatformLimits) -> str:
@@ -182,16 +215,6 @@ def _capture_words(plan: MemoryPlan) -> str:
     if not plan.capture_steps:
         return ""
     return f" + captured rows {format_bytes(plan.capture_steps)} in steps and {format_bytes(plan.capture_store)} kept"
-
-
-def _workspace(config: EngineConfig, footprint: ModelFootprint) -> int:
-    scheduler = config.scheduler
-    rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    return (
-        scheduler.max_num_batched_tokens * footprint.workspace_bytes_per_token
-        + rows * footprint.logits_bytes_per_row
-        + footprint.sampler_bytes
-    )
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:

@@ -17,7 +17,7 @@ import anyio
 from infer.config.engine import EngineConfig
 from infer.config.env import Environment, read_environment
 from infer.config.model import ModelConfig
-from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, format_memory_plan, resolve
+from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, format_memory_plan, resolve_within
 from infer.engine.executor.executor import Executor
 from infer.engine.executor.thread import ThreadExecutor
 from infer.engine.kv_cache.manager import KVCacheManager
@@ -140,8 +140,8 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)
-    footprint = builder.footprint(dtype, choose_cache_dtype(config, dtype))
-    resolved = resolve(config, model, limits, footprint)
+    cache_dtype = choose_cache_dtype(config, dtype)
+    resolved = resolve_within(config, model, limits, lambda bounds: builder.footprint(dtype, cache_dtype, bounds))
     return _Planned(registry, model, builder, resolved, tokenizer, template)
 
 

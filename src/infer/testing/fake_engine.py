@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from infer.config.engine import EngineConfig
-from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint
+from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import resolve
 from infer.engine.engine import Engine
@@ -108,8 +108,8 @@ def fake_engine(
     footprint = ModelFootprint(
         weight_bytes=0,
         load_transient_bytes=0,
-        workspace_bytes_per_token=0,
-        logits_bytes_per_row=0,
+        workspace_bytes=0,
+        bounds=StepBounds(num_tokens=0, num_rows=0, max_model_len=max_position),
         kv_layout=KVLayout(
             groups=(KVGroup(name="full", layer_ids=(0,)),), layers=(KVLayer(layer_id=0, num_kv_heads=1, head_size=4),)
         ),

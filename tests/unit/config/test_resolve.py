@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infer.config.engine import EngineConfig
-from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint
+from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import choose_dtype, format_memory_plan, resolve
 from infer.errors import ConfigError
@@ -60,8 +60,8 @@ def footprint(**facts: Any) -> ModelFootprint:
     values: dict[str, Any] = {
         "weight_bytes": GIB,
         "load_transient_bytes": 64 * 2**20,
-        "workspace_bytes_per_token": 1024,
-        "logits_bytes_per_row": 4096,
+        "workspace_bytes": 2**20,
+        "bounds": StepBounds(num_tokens=512, num_rows=64, max_model_len=2**40),
         "kv_layout": ONE_GROUP,
     }
     return ModelFootprint(**{**values, **facts})
@@ -174,7 +174,7 @@ def test_a_stated_length_gets_its_cache_when_memory_allows() -> None:
     # One sequence of 2048 tokens needs 3 MiB; half of what is left is less.
     tight = limits(available_memory=GIB + 68 * 2**20)
     config = EngineConfig(model={"max_model_len": 2048})
-    few = footprint(workspace_bytes_per_token=0, logits_bytes_per_row=0)
+    few = footprint(workspace_bytes=0)
     assert resolve(config, model(), tight, few).cache.groups[0].num_blocks >= 129
 
 
@@ -205,7 +205,7 @@ def test_more_than_exists_is_refused_with_the_numbers() -> None:
     ("facts", "field"),
     [
         ({"weight_bytes": 33 * GIB}, "model.ref"),
-        ({"workspace_bytes_per_token": GIB}, "scheduler.max_num_batched_tokens"),
+        ({"workspace_bytes": 512 * GIB}, "scheduler.max_num_batched_tokens"),
     ],
 )
 def test_refusal_says_what_to_lower(facts: dict[str, Any], field: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.backends.reference.platform import OPS
-from infer.config.model import RoutedLayer
+from infer.config.model import RoutedLayer, StepBounds
 from infer.engine.worker.footprint import measure_footprint
 from infer.errors import ModelError, UnsupportedModelError, WeightError
 from infer.layers.facts import Facts
@@ -197,12 +197,16 @@ def test_planning_counts_all_experts_and_takes_no_memory() -> None:
     def build(ops: Any, device: torch.device) -> Any:
         return build_model(spec, config, ops=ops, quant=UnquantizedMethod(), device=str(device))
 
-    footprint = measure_footprint(build, 96)
+    one, two = (
+        measure_footprint(build, 96, StepBounds(num_tokens=tokens, num_rows=1, max_model_len=600))
+        for tokens in (256, 512)
+    )
+    footprint, per_token = two, (two.workspace_bytes - one.workspace_bytes) / 256
     experts = 2 * 8 * 3 * 4096 * 14336 * 4
     assert experts < footprint.weight_bytes < experts + 2**30
     # two choices kept per token, one expert's gate and up, the router: traced, not the fallback's guess
     low, high = (2 * 4096 + 3 * 14336) * 4, (12 * 4096 + 4 * 14336) * 4
-    assert low < footprint.workspace_bytes_per_token < high
+    assert low < per_token < high
 
 
 def test_routed_layers_of_a_model() -> None:

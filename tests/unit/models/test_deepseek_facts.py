@@ -18,7 +18,7 @@ from infer.artifacts.router_layout import check_agreement, declared_layout, deri
 from infer.backends.reference.platform import OPS
 from infer.config.engine import PluginsSection
 from infer.config.kv_sizing import bytes_per_block
-from infer.config.model import KVGroup, KVLayer, KVLayout
+from infer.config.model import KVGroup, KVLayer, KVLayout, StepBounds
 from infer.engine.worker.builder import choose_model, choose_quant_method
 from infer.engine.worker.footprint import measure_footprint
 from infer.errors import ModelError, UnsupportedModelError, WeightError
@@ -318,11 +318,12 @@ def test_planning_traces_the_model(config: dict[str, Any]) -> None:
     huge |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "kv_lora_rank": 512, "q_lora_rank": 1536}
 
     def footprint(changes: dict[str, Any]) -> Any:
-        return measure_footprint(lambda ops, device: plan(huge | changes, str(device), ops), 96)
+        bounds = StepBounds(num_tokens=256, num_rows=1, max_model_len=256)
+        return measure_footprint(lambda ops, device: plan(huge | changes, str(device), ops), 96, bounds)
 
     wide, narrow = footprint({}), footprint({"v_head_dim": 64})
     assert wide.kv_layout.layers[0].head_sizes == (192, 128)
     kept_at_once = 4 * 128 * (2 * 192 + 128)
-    assert kept_at_once <= wide.workspace_bytes_per_token < 4 * kept_at_once
-    assert wide.workspace_bytes_per_token > narrow.workspace_bytes_per_token
+    assert 256 * kept_at_once <= wide.workspace_bytes < 4 * 256 * kept_at_once
+    assert wide.workspace_bytes > narrow.workspace_bytes
     assert wide.weight_bytes - narrow.weight_bytes == 2 * 4 * 128 * 64 * (512 + 4096)

@@ -87,7 +87,9 @@ def attention(
         rows = part.rows
         if rows is None:
             raise TypeError("a decode part of a mixed batch names its rows")
-        out.index_copy_(0, rows, attend.decode(q.index_select(0, rows), part))
+        found = attend.decode(q.index_select(0, rows), part)
+        if not scratch.dry:
+            out.index_copy_(0, rows, found)
     for row in plan.prefill:
         attend.prefill(q[row.start : row.stop], row, plan, out[row.start : row.stop])
     return out
@@ -123,7 +125,9 @@ class _Attend:
         queries = q.transpose(0, 1).unsqueeze(0)
         mask = plan.mask
         if row.causal or mask is None:
-            out.copy_(self._attend(queries, k, v, None, causal=True)[0].transpose(0, 1))
+            found = self._attend(queries, k, v, None, causal=True)
+            if not self.scratch.dry:
+                out.copy_(found[0].transpose(0, 1))
             return
         for begin in range(0, len(q), PREFILL_QUERIES):
             end = min(begin + PREFILL_QUERIES, len(q))
@@ -134,7 +138,8 @@ class _Attend:
             part = self._attend(
                 queries[:, :, begin:end], k[:, :, visible], v[:, :, visible], mask[: end - begin, columns], causal=False
             )
-            out[begin:end] = part[0].transpose(0, 1)
+            if not self.scratch.dry:
+                out[begin:end] = part[0].transpose(0, 1)
 
     def _gathered(self, cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """[len(slots), K, D] in the compute dtype."""

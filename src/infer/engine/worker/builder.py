@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.config.capture import CaptureSection, ResolvedCapture
-from infer.config.model import KVLayout, ModelConfig, ModelFootprint
+from infer.config.model import KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import ResolvedConfig
 from infer.engine.worker.background_store import BackgroundStore
@@ -27,7 +27,7 @@ from infer.errors import ConfigError, PluginConflictError, UnsupportedModelError
 from infer.plugins.artifact_field import TapFacts
 from infer.plugins.model import BuildContext, CausalLM, ModelSpec
 from infer.plugins.model_source import ProgressCallback
-from infer.plugins.platform import Ops, Platform, PlatformSpec, Probe
+from infer.plugins.platform import Ops, Platform, PlatformSpec, Probe, SupportsWorkspace
 from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
 from infer.plugins.registry import Registry
 from infer.weights.loader import load_weights, parameter_bytes
@@ -63,9 +63,9 @@ class WorkerBuilder:
         """What the platform offers now."""
         return self._platform.limits()
 
-    def footprint(self, dtype: str, cache_dtype: str) -> ModelFootprint:
+    def footprint(self, dtype: str, cache_dtype: str, bounds: StepBounds) -> ModelFootprint:
         """What the model will occupy in this compute dtype. Nothing is allocated and no weight file is opened."""
-        tensor_dtype(cache_dtype)
+        kv_dtype = tensor_dtype(cache_dtype)
         if dtype not in self._quant_spec.dtypes:
             raise ConfigError(
                 f"model.dtype={dtype}: the checkpoint's quantization {self._quant_spec.name!r} computes in "
@@ -83,6 +83,9 @@ class WorkerBuilder:
         platform = self._platform
         model = self._create_model(platform.ops, resolved.dtype, platform.device)
         checkpoint = open_checkpoint(self._config, self._registry.specs("model"))
+            bounds,
+            self._platform.planning_ops if isinstance(self._platform, SupportsWorkspace) else None,
+            kv_dtype,
         try:
             with torch.no_grad():
                 load_weights(model, checkpoint, progress)
@@ -99,6 +102,8 @@ class WorkerBuilder:
 
     def close(self) -> None:
         """Give the platform back when no runner was built."""
+        if isinstance(platform, SupportsWorkspace):
+            platform.reserve_workspace(resolved.memory.workspace)
         self._platform.close()
 
     def _captured_fields(self, model: CausalLM, dtype: str) -> tuple[TapFacts, tuple[CapturedField, ...]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.config.engine import EngineConfig, PluginsSection
-from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, resolve
+from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, resolve_within
 from infer.engine.worker.builder import WorkerBuilder
 from infer.engine.worker.runner import Runner
 from infer.plugins.manager import build_registry
@@ -33,5 +33,6 @@ def build(path: Path, registry: Registry | None = None, **sections: Any) -> tupl
     worker = WorkerBuilder(registry, facts, "reference", 1, capture=config.capture)
     limits = worker.limits()
     dtype = choose_dtype(config, facts, limits)
-    resolved = resolve(config, facts, limits, worker.footprint(dtype, choose_cache_dtype(config, dtype)))
+    cache_dtype = choose_cache_dtype(config, dtype)
+    resolved = resolve_within(config, facts, limits, lambda bounds: worker.footprint(dtype, cache_dtype, bounds))
     return worker.build(resolved), resolved

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from infer.config.engine import PluginsSection
-from infer.config.model import KVLayout, ModelConfig
+from infer.config.model import KVLayout, ModelConfig, StepBounds
+from infer.engine.sampling.sampler import workspace_bytes
 from infer.engine.worker import builder as builder_module
 from infer.engine.worker import footprint
 from infer.engine.worker.builder import (
@@ -34,6 +35,7 @@ from infer.plugins.platform import Probe
 from infer.testing.tiny_models import make_checkpoint, model_config
 from unit.engine.worker.built import build, builder
 
+BOUNDS = StepBounds(num_tokens=64, num_rows=4, max_model_len=100)
 CONFIG = EXAMPLE | {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 4096, "head_dim": 16}
 
 
@@ -126,24 +128,42 @@ def test_a_footprint_opens_no_weight_file(path: Path, tmp_path: Path, monkeypatc
         raise AssertionError("a checkpoint was opened")
 
     monkeypatch.setattr(builder_module, "open_checkpoint", refuse)
-    found = worker.footprint("float32", "float32")
+    found = worker.footprint("float32", "float32", BOUNDS)
     assert found.weight_bytes == 4096 * 64 * 4 + block_bytes("float32")
     assert found.load_transient_bytes == 4096 * 64 * 4
     assert [group.layer_ids for group in found.kv_layout.groups] == [(0, 1)]
     worker.close()
 
 
+def workspace(path: Path, dtype: str, **bounds: int) -> int:
+    whole = {"num_tokens": 4096, "num_rows": 1, "max_model_len": 8192} | bounds
+    return builder(path).footprint(dtype, dtype, StepBounds(**whole)).workspace_bytes
+
+
 def test_the_workspace_per_token_is_the_widest_point_of_a_block(path: Path) -> None:
     """At the MLP: the residual, the normed input, gate and up, their product, the angles of the step, and two hidden
     states that the block before still holds."""
-    found = builder(path).footprint("float32", "float32")
+
+    def per_token(dtype: str) -> float:
+        return (workspace(path, dtype) - workspace(path, dtype, num_tokens=2048)) / 2048
+
     angles = 2 * 8 * 4
     widest = (64 + 64 + 2 * 160 + 160) * 4
-    assert widest <= found.workspace_bytes_per_token <= widest + angles + 2 * 64 * 4
-    assert found.logits_bytes_per_row == pytest.approx(4096 * 4, rel=0.05)
-    half = builder(path).footprint("bfloat16", "bfloat16")
-    assert half.workspace_bytes_per_token < 0.6 * found.workspace_bytes_per_token
-    assert half.logits_bytes_per_row == pytest.approx(4096 * (2 + 4), rel=0.05)
+    assert widest <= per_token("float32") <= 1.25 * (widest + angles + 2 * 64 * 4)  # and gaps between
+    assert per_token("bfloat16") < 0.6 * per_token("float32")
+
+
+def test_the_workspace_holds_the_logits_of_every_row(path: Path) -> None:
+    found = workspace(path, "float32", num_tokens=2048, num_rows=2048, max_model_len=100)
+    slots = 2048 * 4 * (100 + 7)
+    assert found == pytest.approx(2048 * 4 * (4096 + 64 + 64) + slots + workspace_bytes(4096), rel=0.05)
+
+
+def test_the_workspace_grows_with_the_longest_sequence(path: Path) -> None:
+    """Its keys and values side by side, and the mask of this step's queries."""
+    grown = workspace(path, "float32", num_tokens=32, max_model_len=16384) - workspace(path, "float32", num_tokens=32)
+    gathered, mask, ids = 2 * 2 * 16 * 4, 32 * 4, 4
+    assert grown / 8192 == pytest.approx(gathered + mask + ids, rel=0.05)
 
 
 def test_planning_does_not_import_the_compiler_of_torch(path: Path) -> None:
@@ -152,7 +172,8 @@ def test_planning_does_not_import_the_compiler_of_torch(path: Path) -> None:
 
     code = (
         "import sys; from pathlib import Path; from unit.engine.worker.built import builder;"
-        f"builder(Path({str(path)!r})).footprint('float32', 'float32');"
+        "from infer.config.model import StepBounds;"
+        f"builder(Path({str(path)!r})).footprint('float32', 'float32', StepBounds(num_tokens=64, num_rows=4, max_model_len=100));"
         "raise SystemExit('torch._dynamo' in sys.modules)"
     )
     tests = str(Path(__file__).parents[3])
@@ -171,7 +192,7 @@ def test_large_weights_have_no_storage_while_planning(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Parameter, "__init__", record)
     huge = EXAMPLE | {"hidden_size": 1 << 14, "intermediate_size": 1 << 16, "vocab_size": 1 << 18, "head_dim": 4096}
     worker = WorkerBuilder(build_registry(PluginsSection()), model_config(huge), "reference", 1)
-    found = worker.footprint("float32", "float32")
+    found = worker.footprint("float32", "float32", BOUNDS)
     assert found.weight_bytes > 40 * 2**30
     assert sum(p.data.numel() * 4 for p in made if p.data.device.type == "cpu") < 2**20
 
@@ -194,10 +215,10 @@ class Peeking(Layer):
 
 def test_a_model_that_cannot_be_traced_is_estimated() -> None:
     model: Any = Peeking
-    found = measure_footprint(lambda ops, device: model(device), 1000)
+    found = measure_footprint(lambda ops, device: model(device), 1000, BOUNDS)
     assert found.weight_bytes == 1000 * 300 * 4
-    assert found.workspace_bytes_per_token == 2 * 1300 * 4
-    assert found.logits_bytes_per_row == 2 * 4 * 1000
+    rows = 4 * (2 * 4 * 1000) + 4 * 4 * 100
+    assert found.workspace_bytes == 64 * 2 * 1300 * 4 + rows + workspace_bytes(1000)
     assert footprint.LARGEST_REAL < 1000 * 300
 
 
@@ -205,9 +226,9 @@ def test_a_dtype_the_quantization_cannot_compute_in_is_refused(path: Path, monke
     worker = builder(path)
     monkeypatch.setattr(worker, "_quant_spec", SimpleNamespace(name="eightbit", dtypes=("bfloat16",)))
     with pytest.raises(ConfigError, match=r"model\.dtype=float32.*'eightbit'.*bfloat16"):
-        worker.footprint("float32", "float32")
+        worker.footprint("float32", "float32", BOUNDS)
     with pytest.raises(ConfigError, match="'floaty'"):
-        worker.footprint("bfloat16", "floaty")
+        worker.footprint("bfloat16", "floaty", BOUNDS)
 
 
 def test_a_checkpoint_that_does_not_fit_fails_with_the_tensor_named(path: Path, tmp_path: Path) -> None:

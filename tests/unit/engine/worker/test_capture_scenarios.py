@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from infer.config.capture import CaptureSection
 from infer.config.engine import PluginsSection
-from infer.config.model import RoutedLayer, StepBounds
+from infer.config.model import RoutedLayer
 from infer.engine.worker.captured_fields import captured_fields
 from infer.errors import ConfigError
 from infer.layers.moe import SparseMoE
@@ -521,6 +521,5 @@ def test_the_plan_counts_what_capture_takes(path: Path) -> None:
     assert resolved.memory.capture_steps == 64 * (2 * 2 * 4 + 2 * 2 * 2)
     assert resolved.memory.capture_store == resolved.capture.store_bytes() == 128 * 4 * 4
     assert (resolved.capture.queue_size, resolved.capture.num_objects) == (8, {MOE_ROUTES: 128})
-    bounds = StepBounds(num_tokens=64, num_rows=4, max_model_len=100)
-    plain = builder(path).footprint("float32", "float32", bounds)
-    assert plain.captures == ()
+    _, plain = build(path)
+    assert (plain.capture, plain.memory.capture_steps) == (None, 0)
