@@ -77,7 +77,11 @@ SENSIBLE: dict[str, list[Any]] = {
     "bad_words": [("ab",), (" ",)],
     "logprobs": [0, 3, 258],
     "prompt_logprobs": [0, 2],
-    "logprobs_mode": ["raw", "raw_logits", "processed_logits"],
+    "logprobs_mode": ["raw", "processed", "raw_logits", "processed_logits"],
+    "logprob_token_ids": [(65, 66), (), (257,) * 9],
+    "return_kept_set": [True],
+    "forced_token_ids": [(65, 257, 66), (65,)],
+    "routed_experts_prompt_start": [0, 1],
     "n": [1, 2, 8],
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infer.artifacts.codec import decode, encode
     from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
-    from infer.artifacts.judgement import TOLERANCES, Tolerance
+    from infer.artifacts.judgement import Tolerance
     from infer.artifacts.reader import open_artifact
     from infer.artifacts.reading import ArtifactReader, FieldSummary
     from infer.artifacts.receipt import ArtifactReceipt
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "codec": ("decode", "encode"),
     "generation": ("ArtifactChoice", "GenerationArtifact", "RoutedExperts", "SelectedLogprobs"),
-    "judgement": ("TOLERANCES", "Tolerance"),
+    "judgement": ("Tolerance",),
     "reader": ("open_artifact",),
     "reading": ("ArtifactReader", "FieldSummary"),
     "receipt": ("ArtifactReceipt",),
@@ -34,7 +34,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "TOLERANCES",
     "ArtifactChoice",
     "ArtifactReader",
     "ArtifactReceipt",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,13 +38,21 @@ class Tolerance:
     """Share of (row, layer) places where other experts may have been chosen. The artifact holds no router logits, so that a
     near tie of the router cannot be told from a defect in a single place, only by how rare it is."""
 
+    @classmethod
+    def of(cls, *dtypes: str) -> Self:
+        """Of the coarsest of float32, float16 and bfloat16 that a program computed in. Raises `ArtifactError` for others."""
+        for dtype in dtypes:
+            if dtype not in _TOLERANCES:
+                raise ArtifactError(f"there is no tolerance for {dtype!r}; there are {', '.join(_TOLERANCES)}")
+        return cls(**_TOLERANCES[max(dtypes, key=list(_TOLERANCES).index)])
 
-TOLERANCES: dict[str, Tolerance] = {
-    "float32": Tolerance(near=1e-3, relative=1e-4, mean=2e-4),
-    "float16": Tolerance(near=0.05, relative=0.005, mean=0.015, route_flips=0.02),
-    "bfloat16": Tolerance(near=0.25, relative=0.03, mean=0.08, route_flips=0.1),
+
+_TOLERANCES: dict[str, dict[str, float]] = {
+    "float32": {"near": 1e-3, "relative": 1e-4, "mean": 2e-4},
+    "float16": {"near": 0.05, "relative": 0.005, "mean": 0.015, "route_flips": 0.02},
+    "bfloat16": {"near": 0.25, "relative": 0.03, "mean": 0.08, "route_flips": 0.1},
 }
-"""By the coarser dtype of the two programs. SmolLM2-135M in bfloat16 against float32: at most 0.16, mean 0.02."""
+"""From fine to coarse. SmolLM2-135M in bfloat16 against float32: at most 0.16, mean 0.02."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

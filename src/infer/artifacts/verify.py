@@ -13,7 +13,6 @@ import numpy as np
 
 from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts
 from infer.artifacts.judgement import (
-    TOLERANCES,
     Judgement,
     Tolerance,
     Verdict,
@@ -88,10 +87,10 @@ async def verify_artifact(
 
     params: as the rollout was sampled, as far as it matters: temperature=0 has the tokens themselves judged, and
     logprobs_mode (with the processors' parameters) says what kind of log-probabilities were recorded; default raw.
-    tolerance: `TOLERANCES` by dtype; default that of float32. routes_of: where a replay's routes come from; default the
+    tolerance: default `Tolerance.of("float32")`. routes_of: where a replay's routes come from; default the
     engine. Raises `ArtifactError` when nothing could be judged, and what `generate` raises.
     """
-    asked, tolerance = params or SamplingParams(), tolerance or TOLERANCES["float32"]
+    asked, tolerance = params or SamplingParams(), tolerance or Tolerance.of("float32")
     greedy = "temperature" in asked.model_fields_set and asked.temperature < GREEDY_BELOW
     choices = [choice for choice in artifact.choices if _output(choice)]
     if choices and not greedy and not any(choice.selected_logprobs or choice.moe_routes for choice in choices):

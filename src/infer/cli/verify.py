@@ -106,9 +106,9 @@ def _capturing(config: EngineConfig) -> EngineConfig:
 
 def _tolerance(dtype: str, rollout_dtype: str | None, max_deviation: float | None) -> Tolerance:
     """That of the coarser of both dtypes, unless the caller says how far apart is too far."""
-    from infer.artifacts.judgement import TOLERANCES  # noqa: PLC0415  numpy
+    from infer.artifacts.judgement import Tolerance  # noqa: PLC0415  numpy
 
-    tolerance = max((TOLERANCES[name] for name in {dtype, rollout_dtype or dtype}), key=lambda one: one.near)
+    tolerance = Tolerance.of(dtype, rollout_dtype or dtype)
     if max_deviation is None:
         return tolerance
     return dataclasses.replace(tolerance, near=max_deviation, relative=0.0, mean=max_deviation)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer import Choice, Completion, SamplingParams, TokenLogprob, Usage
-from infer.artifacts import TOLERANCES, ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
+from infer.artifacts import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
 from infer.artifacts.judgement import Tolerance, judge_logprobs, judge_routes, judge_tokens, worst
 from infer.artifacts.verify import verify_artifact
 from infer.errors import ArtifactError
@@ -53,8 +53,15 @@ def test_a_drift_that_is_small_everywhere_is_wrong_on_average() -> None:
 
 @pytest.mark.parametrize("values", [(-np.inf, -1.0), (-1.0, -np.inf), (np.nan, -1.0), (-np.inf, -np.inf)])
 def test_what_is_not_finite_is_wrong(values: tuple[float, float]) -> None:
-    judged = judge_logprobs([7], [values[0]], [values[1]], 0, TOLERANCES["bfloat16"])
+    judged = judge_logprobs([7], [values[0]], [values[1]], 0, Tolerance.of("bfloat16"))
     assert judged.verdict == "wrong"
+
+
+def test_the_coarsest_dtype_sets_the_tolerance() -> None:
+    assert Tolerance.of("float32", "bfloat16") == Tolerance.of("bfloat16", "float16") == Tolerance.of("bfloat16")
+    assert Tolerance.of("float32").near < Tolerance.of("float16").near < Tolerance.of("bfloat16").near
+    with pytest.raises(ArtifactError, match="no tolerance for 'int8'"):
+        Tolerance.of("float32", "int8")
 
 
 def test_lengths_must_agree() -> None:
@@ -183,4 +190,4 @@ async def test_routes_that_the_engine_has_not_are_not_judged_equal(rows: Capture
     with pytest.raises(ArtifactError, match="returned none" if rows is None else "the store was full"):
         await verify_artifact(artifact, Replayer(rows))
     report = await verify_artifact(artifact, Replayer(None), routes_of=lambda done: routes(ROUTES))
-    assert report.verdict == "equal" and report.tolerance == TOLERANCES["float32"]
+    assert report.verdict == "equal" and report.tolerance == Tolerance.of("float32")

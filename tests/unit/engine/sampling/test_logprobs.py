@@ -31,7 +31,7 @@ def check(entry: PositionLogprobs, values: torch.Tensor, count: int) -> None:
 
 @pytest.mark.row("SAMPLE-LOGPROBS", "values equal log_softmax of the logits in raw mode, and the logits in the others")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("mode", ["raw", "raw_logits", "processed_logits"])
+@pytest.mark.parametrize("mode", ["raw", "processed", "raw_logits", "processed_logits"])
 def test_sampled_tokens_carry_the_values_of_their_mode(mode: str, temperature: float) -> None:
     logits = randn(9, VOCAB)
     spec = SamplingSpec(
@@ -44,8 +44,10 @@ def test_sampled_tokens_carry_the_values_of_their_mode(mode: str, temperature: f
         values = logits[i].double()
         if mode == "raw":
             values = torch.log_softmax(values, dim=-1)
-        if mode == "processed_logits":
+        if mode.startswith("processed"):
             values = oracle(spec, ids, 2, logits[i]).double()
+        if mode == "processed":
+            values = torch.log_softmax(values, dim=-1)
         assert out.logprobs[i].token_id == out.token_ids[i]
         check(out.logprobs[i], values, 6)
 

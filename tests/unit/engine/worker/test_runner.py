@@ -265,15 +265,16 @@ def prompt_entries(chunks: list[int], ids: list[int], spec: SamplingSpec, model:
 
 @pytest.mark.row("SAMPLE-PROMPT-LOGPROBS", "with and without chunked prefill")
 @pytest.mark.parametrize("chunks", [[11], [1, 10], [4, 4, 3], [10, 1], [1] * 11])
-@pytest.mark.parametrize("mode", ["raw", "raw_logits", "processed_logits"])
+@pytest.mark.parametrize("mode", ["raw", "processed", "raw_logits", "processed_logits"])
 def test_prompt_logprobs_cover_every_position_once(chunks: list[int], mode: str) -> None:
     model = ToyLM()
     ids = [5, 9, 11, 2, 40, 7, 7, 30, 12, 1, 6]
-    spec = SamplingSpec(seed=0, prompt_logprobs=3, logprobs_mode=mode)  # type: ignore[arg-type]
+    candidates = (7, 0, 41)
+    spec = SamplingSpec(seed=0, prompt_logprobs=3, logprobs_mode=mode, logprob_token_ids=candidates)  # type: ignore[arg-type]
     results = prompt_entries(chunks, ids, spec, model)
     entries = [entry for result in results for entry in result.prompt_logprobs.get(0, [])]
     logits = model.dense_logits(ids)[:-1].double()
-    values = torch.log_softmax(logits, dim=-1) if mode == "raw" else logits
+    values = torch.log_softmax(logits, dim=-1) if mode in ("raw", "processed") else logits
     assert [entry.token_id for entry in entries] == ids[1:]
     for position, entry in enumerate(entries):
         row = values[position]
@@ -282,6 +283,8 @@ def test_prompt_logprobs_cover_every_position_once(chunks: list[int], mode: str)
         best = row.topk(3)
         assert [i for i, _ in entry.top] == best.indices.tolist()
         assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert list(entry.candidates) == pytest.approx(row[list(candidates)].tolist(), abs=1e-4)
+        assert entry.kept_logmass is None
 
 
 @pytest.mark.row("SAMPLE-PROMPT-LOGPROBS", "extra memory bounded by chunk x vocabulary")
