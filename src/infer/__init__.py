@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WeightError,
     )
-    from infer.types import Choice, Completion, Delta, RequestTimings, SamplingParams, TokenLogprob, Usage
+    from infer.types import CapturedRows, Choice, Completion, Delta, RequestTimings, SamplingParams, TokenLogprob, Usage
 
     __version__: str
 
@@ -48,6 +48,7 @@ __all__ = [
     "ArtifactError",
     "ArtifactFieldMissingError",
     "ArtifactRefusedError",
+    "CapturedRows",
     "Choice",
     "Completion",
     "ConfigError",
