@@ -46,6 +46,7 @@ from infer import (
     SamplingParams,
 )
 from infer.api import build_app, build_context
+from infer.api.reply_fields import REPLY_FIELDS
 from infer.artifacts import ArtifactRequest, GenerationArtifact, SinkTarget, decode, encode, verify_artifact
 from infer.artifacts.admission import GenerationBounds, payload_bytes
 from infer.artifacts.assembly import artifact_choice
@@ -454,6 +455,10 @@ async def test_re_42_asked_for_means_there(checkpoint: Path, oracle: Oracle, rou
                 [last] = [choice for choice in choices if "routed_experts" in choice]
                 assert last["finish_reason"] == "length" and last["weight_versions"] == [[0, 6, 0]]
                 told, found = last["routed_experts_prompt_start"], inline(last)
+                listed = {f.name for f in REPLY_FIELDS[route] if f.asked_by == "return_routed_experts"}
+                assert {name for name in last if "route" in name or "weight" in name} == listed - {
+                    "routed_experts_error"
+                }
                 answered = [token_id for choice in choices for token_id in choice.get("token_ids", ())]
                 first = pieces[0]
                 prompted = first.get("prompt_token_ids") or first["choices"][0]["prompt_token_ids"]

@@ -125,9 +125,9 @@ def wanted(data: Mapping[str, Any], num_prompts: int = 1, *, refused: Mapping[st
     return Wanted(request=request, spelling=spelling, engine_data="engine_data" in extra)
 
 
-def carried(data: Mapping[str, Any]) -> dict[str, Any]:
+def carried(data: Mapping[str, Any], num_prompts: int = 1, **refused: bool) -> dict[str, Any]:
     """The fields of a body that ask for an artifact, as they are, for a body that is made of it."""
-    wanted(data)
+    wanted(data, num_prompts, refused=refused)
     names = ("nvext", "generation_artifact", "generation_artifact_strict")
     return {name: data[name] for name in names if data.get(name) is not None}
 

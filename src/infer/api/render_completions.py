@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from infer.api.artifacts import carried
 from infer.api.context import ApiContext
 from infer.api.openai import completions, generation
 from infer.api.openai.models import check_model
@@ -50,6 +51,7 @@ async def render_completions(renderer: Renderer, call: Call) -> list[dict[str, A
     prompts = await completions.encode_prompts(body, call)
     generation.check_choices(params.n, len(prompts))
     asks = generation.make_asks(call, "cmpl", [prompt.ids for prompt in prompts], params, body)
+    artifact = carried(call.data, len(prompts), max_tokens=body.max_tokens == 0)
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     rendered = []
     for index, ask in enumerate(asks):
@@ -61,6 +63,6 @@ async def render_completions(renderer: Renderer, call: Call) -> list[dict[str, A
             "sampling_params": renderer.sampling_in_force(params),
             "priority": ask.priority,
         }
-        optional = {"cache_salt": ask.cache_salt, "deadline": ask.deadline}
+        optional = {"cache_salt": ask.cache_salt, "deadline": ask.deadline, **artifact}
         rendered.append(one | {name: value for name, value in optional.items() if value is not None})
     return rendered

@@ -60,16 +60,86 @@ _SHARED = (
     ),
 )
 
+_ROUTES = "return_routed_experts"
+_VLLM_ROUTES = (
+    ReplyField(
+        name="routed_experts",
+        places=("choice",),
+        note="Base64 of a .npy file [tokens - 1 - start, all layers, top k]; null where the rows are not complete. In a "
+        "stream with the chunk that ends the choice.",
+        asked_by=_ROUTES,
+    ),
+    ReplyField(
+        name="routed_experts_prompt_start",
+        places=("choice",),
+        note="Token of the first row, as it was asked for.",
+        asked_by=_ROUTES,
+    ),
+    ReplyField(
+        name="routed_experts_layer_ids",
+        places=("choice",),
+        note="Layers that have a router; the others' cells hold 0, 1, ... and mean nothing.",
+        asked_by=_ROUTES,
+    ),
+    ReplyField(
+        name="routed_experts_error",
+        places=("choice",),
+        note="Why routed_experts is null; else absent.",
+        asked_by=_ROUTES,
+    ),
+    ReplyField(
+        name="weight_versions",
+        places=("choice",),
+        note="[first output token, end, version of the weights] spans over the output.",
+        asked_by=_ROUTES,
+    ),
+)
+_RECEIPT = ReplyField(
+    name="generation_artifact",
+    places=("reply", "last chunk"),
+    note="The artifact's receipt: see artifacts.md. In a stream with the chunk that ends the last choice.",
+    asked_by="generation_artifact",
+)
+_NVEXT = ReplyField(
+    name="nvext",
+    places=("reply", "last chunk"),
+    note="The receipt as nvext.generation_artifact, for requests that asked in nvext.",
+    asked_by="nvext",
+)
+_ARTIFACTS = (*_VLLM_ROUTES, _RECEIPT, _NVEXT)
+
 REPLY_FIELDS: dict[str, tuple[ReplyField, ...]] = {
-    "/v1/chat/completions": _SHARED,
-    "/v1/completions": _SHARED,
+    "/v1/chat/completions": (*_SHARED, *_ARTIFACTS),
+    "/v1/completions": (*_SHARED, *_ARTIFACTS),
     "/inference/v1/generate": (
         ReplyField(name="seed", places=("choice",), note=f"{_SEED} In a stream with the choice's first chunk."),
         ReplyField(name="sampling_defaults", places=("reply", "first chunk"), note=_DEFAULTS),
         ReplyField(name="metrics", places=("reply", "last chunk"), note="As in chat; in a stream with the usage."),
+        *_VLLM_ROUTES,
+        _RECEIPT,
     ),
     "/generate": (
         ReplyField(name="sampling_seed", places=("meta_info",), note=_SEED),
         ReplyField(name="sampling_defaults", places=("meta_info",), note=f"{_DEFAULTS} Under SGLang's names."),
+        ReplyField(
+            name="routed_experts",
+            places=("meta_info",),
+            note="Base64 of int32 [tokens - 1 - start, all layers, top k]; null, with routed_experts_error, where the rows "
+            "are not complete.",
+            asked_by=_ROUTES,
+        ),
+        ReplyField(
+            name="routed_experts_start_len",
+            places=("meta_info",),
+            note="Token of the first row, as it was asked for.",
+            asked_by=_ROUTES,
+        ),
+        ReplyField(
+            name="routed_experts_error",
+            places=("meta_info",),
+            note="Why routed_experts is null; else absent.",
+            asked_by=_ROUTES,
+        ),
+        _RECEIPT,
     ),
 }

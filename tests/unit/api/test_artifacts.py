@@ -565,6 +565,18 @@ async def test_a_rendered_chat_still_asks_for_its_artifact(spelling: str) -> Non
         assert place(CHAT, spelling)(reply)["error_code"] == "artifact_receipt_missing"
 
 
+async def test_a_rendered_completion_still_asks_for_its_artifact() -> None:
+    """RE-42."""
+    async with served() as (client, _):
+        [rendered] = await post(client, f"{COMPLETIONS}/render", asking(COMPLETIONS, "native", managed()))
+        answer = await post(client, GENERATE, rendered)
+        assert tokens(answer["generation_artifact"]) == [*b"hi", *answer["choices"][0]["token_ids"]]
+        error = await refused(
+            client, f"{COMPLETIONS}/render", asking(COMPLETIONS, "native", managed()) | {"prompt": ["a", "b"]}
+        )
+        assert error["code"] == "artifact_invalid_request"
+
+
 def test_the_targets_are_those_of_the_section() -> None:
     """What these tests ask for is what an in-process caller would write."""
     from infer.artifacts.request import parse_request

@@ -158,19 +158,28 @@ def extras(model: Any, reply: dict[str, Any]) -> Iterator[tuple[Place, str]]:
 @pytest.mark.row("X-STRICT-FIELDS", "what replies add to OpenAI's fields is in the generated list, and nothing else is")
 @pytest.mark.parametrize("path", PROMPTS)
 async def test_the_list_of_reply_fields_is_complete(path: str) -> None:
-    async with served() as (client, _):
-        asked = {**PROMPTS[path], **EVERYTHING}
+    """Routed experts need a model that has some: see tests/integration/test_route_scenarios.py."""
+    profile = {"url": "memory://reply-facts", "allowed_prefixes": ["runs"], "create_only": True}
+    artifacts = {"enable_managed_fsspec": True, "storage_profiles": {"here": profile}}
+    target = {"kind": "managed_fsspec", "profile": "here", "object_key": "runs/same"}
+    artifact = {"format": "generation_artifact_v1", "contents": []}
+    artifact["delivery"] = {"mode": "object_store", "target": target}
+    async with served(config=EngineConfig(cache={"num_blocks": 4096}, artifacts=artifacts)) as (client, _):
+        asked = {**PROMPTS[path], **EVERYTHING, "generation_artifact": artifact}
         whole = (await client.post(path, json=asked)).json()
         streamed = await chunks(client, path, {**asked, "return_progress": True})
+        spelt = {**PROMPTS[path], "nvext": {"generation_artifact": artifact}}
+        other = (await client.post(path, json=spelt)).json()
     found: set[tuple[Place, str]] = set()
-    found |= set(extras(ChatCompletion if path == CHAT else OpenAICompletion, whole))
+    for reply in (whole, other):
+        found |= set(extras(ChatCompletion if path == CHAT else OpenAICompletion, reply))
     in_chunks = {
         extra
         for chunk in streamed
         for extra in extras(ChatCompletionChunk if path == CHAT else OpenAICompletion, chunk)
     }
     found |= {("choice" if place == "choice" else "first chunk", name) for place, name in in_chunks}
-    listed = {field.name: field for field in REPLY_FIELDS[path]}
+    listed = {field.name: field for field in REPLY_FIELDS[path] if field.asked_by != "return_routed_experts"}
     assert {name for _, name in found} == set(listed)
     for place, name in found:
         places = listed[name].places
