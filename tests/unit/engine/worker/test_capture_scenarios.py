@@ -148,7 +148,7 @@ def test_re07_re36_layers_of_a_foreign_kind_are_refused_and_extra_heads_are_not_
     same(driver.rows(driver.prefill(0, A, 1).aux[0]), driver.expected(0, 0, 10))
 
 
-@pytest.mark.row("X-AUX-KEYS", "RE-03: rows belong to the content of a block, whatever physical block holds its KV")
+@pytest.mark.row("X-AUX", "RE-03: rows belong to the content of a block, whatever physical block holds its KV")
 def test_re03_restored_kv_finds_its_own_rows(driver: Driver) -> None:
     """A runs; its KV is saved; B takes the same physical blocks; A's KV comes back into others."""
     rows = driver.rows(driver.prefill(0, A, 1).aux[0])
