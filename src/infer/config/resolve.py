@@ -8,7 +8,9 @@ import msgspec
 
 from infer.config import capture, kv_sizing
 from infer.config.engine import EngineConfig, check_together, check_whole_prompts
+from infer.config.memory_plan import MemoryPlan, capture_words
 from infer.config.model import ModelConfig, ModelFootprint, StepBounds
+from infer.config.numerics import Numerics, choose_numerics
 from infer.config.platform import PlatformLimits
 from infer.config.units import format_bytes
 from infer.errors import ConfigError
@@ -56,25 +58,6 @@ class ResolvedCache(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[CacheGroup, ...]
 
 
-class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes, as printed before loading. `available` is what the platform reported; `kv_cache` counts the null blocks too."""
-
-    weights: int
-    kv_cache: int
-    workspace: int
-    load_transient: int
-    available: int
-    capture_steps: int = 0
-    """Taps, and the snapshots of the steps in flight."""
-    capture_store: int = 0
-    """Captured rows kept for reuse with the prefix cache, at most."""
-
-    @property
-    def total(self) -> int:
-        """Once loaded."""
-        return self.weights + self.kv_cache + self.workspace + self.capture_steps + self.capture_store
-
-
 class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything decided. `notices` says in words what was chosen where the operator was silent or had to yield."""
 
@@ -85,6 +68,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: ResolvedCache
     memory: MemoryPlan
     notices: tuple[str, ...]
+    numerics: Numerics = "fast"
     capture: capture.ResolvedCapture | None = None
     """None: no request can ask for captured rows, and nothing of it exists."""
 
@@ -159,6 +143,7 @@ def resolve(
         ),
         memory=plan,
         notices=tuple(notices),
+        numerics=choose_numerics(config.numerics.mode, limits),
         capture=_resolve_capture(config, footprint, stores, main_blocks, depth),
     )
 
@@ -199,22 +184,6 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, limits: PlatformLimit
 def choose_cache_dtype(config: EngineConfig, dtype: str) -> str:
     """Dtype of keys and values: the stated one, else the compute dtype."""
     return dtype if config.cache.dtype == "auto" else config.cache.dtype
-
-
-def format_memory_plan(plan: MemoryPlan) -> str:
-    """One line for people, printed before loading."""
-    return (
-        f"weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
-        f"{format_bytes(plan.workspace)}{_capture_words(plan)} = {format_bytes(plan.total)} of "
-        f"{format_bytes(plan.available)} available "
-        f"(loading needs {format_bytes(plan.load_transient)} more for a moment)"
-    )
-
-
-def _capture_words(plan: MemoryPlan) -> str:
-    if not plan.capture_steps:
-        return ""
-    return f" + captured rows {format_bytes(plan.capture_steps)} in steps and {format_bytes(plan.capture_store)} kept"
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:
@@ -347,7 +316,7 @@ def _refuse_if_too_big(config: EngineConfig, plan: MemoryPlan, limits: PlatformL
         return
     numbers = (
         f"weights {format_bytes(plan.weights)} + KV cache {format_bytes(plan.kv_cache)} + workspace "
-        f"{format_bytes(plan.workspace)}{_capture_words(plan)} + "
+        f"{format_bytes(plan.workspace)}{capture_words(plan)} + "
         f"{format_bytes(plan.load_transient)} while loading = {format_bytes(total)}, "
         f"and {limits.name} has {format_bytes(plan.available)} available of {format_bytes(limits.total_memory)}"
     )

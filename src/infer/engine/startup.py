@@ -16,8 +16,9 @@ import anyio
 
 from infer.config.engine import EngineConfig
 from infer.config.env import Environment, read_environment
+from infer.config.memory_plan import format_memory_plan
 from infer.config.model import ModelConfig
-from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, format_memory_plan, resolve_within
+from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, resolve_within
 from infer.engine.executor.executor import Executor
 from infer.engine.executor.thread import ThreadExecutor
 from infer.engine.kv_cache.manager import KVCacheManager
@@ -136,7 +137,13 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     template = _chat_template(config.model.chat_template or tokenizer.chat_template, tokenizer)
     platform = config.platform
     builder = WorkerBuilder(
-        registry, model, platform.name, platform.threads, environment.cache_dir, capture=config.capture
+        registry,
+        model,
+        platform.name,
+        platform.threads,
+        environment.cache_dir,
+        config.capture,
+        expand_quantized=config.model.expand_quantized,
     )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)

@@ -16,12 +16,24 @@ if TYPE_CHECKING:
 class Embedding(Layer):
     """Rows of a [V, N] matrix, optionally scaled. The scale is rounded to the compute dtype first, as Gemma does."""
 
+    takes_blocks = True
+
     def __init__(self, context: BuildContext, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
         self.ops = context.ops
+        self.dtype = context.dtype
         self.weight = Parameter(torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device))
         self.scale = None if scale is None else torch.tensor(scale).to(context.dtype).item()
 
+    def finalize(self) -> None:
+        """Blocks are read in the platform's order; plain rows stay as they are unless a tied head packs them."""
+        if self.weight.blocks is not None:
+            self.weight.pack(self.ops)
+
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int64 -> [T, N]."""
-        x = self.ops.embedding(token_ids, self.weight.data)
+        weight = self.weight
+        if weight.blocks is not None and self.ops.blocks is not None:
+            x = self.ops.blocks.rows(token_ids, weight.data, weight.blocks, weight.shape[1], self.dtype)
+        else:
+            x = self.ops.embedding(token_ids, weight.data)
         return x if self.scale is None else x * self.scale

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 class Linear(Layer):
     """y = x W^T + b. Parameters: what the quantization method creates ("weight" for plain ones), and "bias"."""
 
+    takes_blocks = True
+
     def __init__(self, context: BuildContext, in_features: int, out_features: int, *, bias: bool = False) -> None:
         self.ops = context.ops
         self.quant = context.quant
         self.storage = context.quant.create(out_features, in_features, context.dtype, context.device)
         self.slots = {name: Parameter(tensor) for name, tensor in self.storage.items()}
+        self.blocks: str | None = None
+        """Type of the stored blocks that the weight stays in."""
         self.bias = Parameter(torch.empty(out_features, dtype=context.dtype, device=context.device)) if bias else None
 
     def children(self) -> Iterator[tuple[str, Parameter | Layer]]:
@@ -35,8 +39,15 @@ class Linear(Layer):
 
     def finalize(self) -> None:
         """Hand the filled weight to the quantization method; its slots are empty afterwards."""
+        for slot in self.slots.values():
+            if slot.blocks is not None:
+                slot.pack(self.ops)
+                self.blocks = slot.blocks
         filled = {name: slot.data for name, slot in self.slots.items()}
         self.slots = {}
+        if self.blocks is not None:
+            self.storage = filled
+            return
         self.storage = {}
         self.storage = self.quant.finalize(filled, self.ops)
 
@@ -47,11 +58,16 @@ class Linear(Layer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
-        return self.quant.apply(self.storage, x, None if self.bias is None else self.bias.data, self.ops)
+        bias = None if self.bias is None else self.bias.data
+        if self.blocks is not None and self.ops.blocks is not None:
+            return self.ops.blocks.linear(x, self.storage["weight"], self.blocks, bias, x.dtype)
+        return self.quant.apply(self.storage, x, bias, self.ops)
 
 
 class LMHead(Layer):
     """Hidden states to vocabulary logits. Tied: the embedding's own parameter, counted and loaded once."""
+
+    takes_blocks = True
 
     def __init__(
         self, context: BuildContext, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None = None
@@ -65,11 +81,12 @@ class LMHead(Layer):
 
     def finalize(self) -> None:
         """In the platform's order from here on; a tied embedding reads its rows from there."""
-        if self.ops.pack is not None:
-            self.weight.data = self.ops.pack(self.weight.data)
+        self.weight.pack(self.ops)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [M, hidden] -> fp32 [M, vocab]."""
+        if self.weight.blocks is not None and self.ops.blocks is not None:
+            return self.ops.blocks.linear(hidden, self.weight.data, self.weight.blocks, None, torch.float32)
         if self.ops.head_logits is not None:
             return self.ops.head_logits(hidden, self.weight.data)
         return self.ops.linear(hidden, self.weight.data, None).float()

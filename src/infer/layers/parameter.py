@@ -6,11 +6,15 @@ Built and filled on the worker thread; a `Parameter` owns its tensor, a `Layer` 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from infer.errors import WeightError
+
+if TYPE_CHECKING:
+    from infer.plugins.platform import Ops
 
 ADOPT_BYTES = 32 * 2**20
 """Tensors of this size are taken over instead of copied. Smaller ones are copied into the slot, which was allocated with
@@ -21,21 +25,37 @@ cost more than the copy."""
 class Parameter:
     """A slot for one weight: knows its shape and dtype from the start, and remembers which rows have been filled."""
 
-    __slots__ = ("_filled", "data")
+    __slots__ = ("_filled", "blocks", "data", "packed", "shape")
 
     def __init__(self, data: Tensor) -> None:
         """`data` is uninitialised storage of the final shape (on the meta device while planning)."""
         self.data = data
+        self.shape = tuple(data.shape)
+        """Of the weight, however it is stored."""
+        self.blocks: str | None = None
+        """Block type, where the weight stays quantised as in its GGUF: then `data` is uint8."""
+        self.packed = False
         self._filled: list[tuple[int, int]] = []
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.data.shape)
+    def keep_blocks(self, kind: str, row_bytes: int) -> None:
+        """Before loading: hold the stored blocks instead of numbers, [rows, bytes of a row]."""
+        self.blocks = kind
+        self.data = torch.empty(self.shape[0], row_bytes, dtype=torch.uint8, device=self.data.device)
+
+    def pack(self, ops: Ops) -> None:
+        """After loading: into the order of the platform's kernels. A shared parameter is packed once."""
+        if self.packed:
+            return
+        self.packed = True
+        if self.blocks is not None and ops.blocks is not None:
+            self.data = ops.blocks.pack(self.data, self.blocks)
+        elif ops.pack is not None:
+            self.data = ops.pack(self.data)
 
     def load(self, tensor: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill all rows, or rows[0] .. rows[1]. A large tensor that is the whole slot is adopted."""
         start, stop = rows if rows is not None else (0, self.shape[0])
-        expected = (stop - start, *self.shape[1:])
+        expected = (stop - start, *self.data.shape[1:])
         if tuple(tensor.shape) != expected:
             raise WeightError(f"shape {tuple(tensor.shape)} does not fit {expected}")
         for first, last in self._filled:
@@ -44,7 +64,7 @@ class Parameter:
         self._filled.append((start, stop))
         same_kind = tensor.dtype == self.data.dtype and tensor.device == self.data.device
         large = tensor.numel() * tensor.element_size() >= ADOPT_BYTES
-        if large and expected == self.shape and same_kind and tensor.is_contiguous():
+        if large and expected == tuple(self.data.shape) and same_kind and tensor.is_contiguous():
             self.data = tensor
         else:
             with torch.no_grad():
@@ -53,6 +73,9 @@ class Parameter:
 
 class Layer:
     """Base of everything that holds parameters. Deliberately not `nn.Module`: no hooks, no modes, no state dict."""
+
+    takes_blocks = False
+    """Whether its weight may stay in the blocks of a GGUF (`Parameter.keep_blocks`)."""
 
     def children(self) -> Iterator[tuple[str, Parameter | Layer]]:
         """Direct parts as (name relative to this layer, part), lists expanded as "name.0", "name.1", ..."""

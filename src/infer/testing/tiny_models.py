@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.config.model import GenerationDefaults, KVGroup, ModelConfig
+from infer.errors import WeightError
 from infer.plugins.model import BuildContext, CausalLM, ForwardBatch, ModelSpec
 from infer.plugins.platform import AttentionMetadata
 from infer.weights.checkpoint import TensorInfo
@@ -85,6 +86,9 @@ class DictCheckpoint:
 
     def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
         return self._tensors[name].detach().to(dtype, copy=True)
+
+    def read_blocks(self, name: str) -> Tensor:
+        raise WeightError(f"tensor {name!r} is plain", tensor=name)
 
     def close(self) -> None:
         self._tensors.clear()

@@ -34,6 +34,10 @@ class Checkpoint(Protocol):
         The result owns its memory. Raises `WeightError` naming the tensor when the file is damaged."""
         ...
 
+    def read_blocks(self, name: str) -> Tensor:
+        """A quantised matrix as it is stored: uint8 [rows, bytes of a row]. Only of formats that store blocks."""
+        ...
+
     def close(self) -> None:
         """Release file mappings."""
         ...

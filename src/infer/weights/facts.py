@@ -17,6 +17,7 @@ from infer.plugins.model import GGUFNames, ModelSpec
 from infer.types import SamplingParams
 from infer.weights.gguf import GGUFFile
 from infer.weights.gguf_config import eos_token_ids, gguf_config, is_quantized, stored_dtype
+from infer.weights.gguf_names import stored_types
 from infer.weights.safetensors_header import PICKLE_SUFFIXES, read_header, refuse_pickle, safetensors_files
 
 CONFIG_NAME: Final = "config.json"
@@ -94,7 +95,7 @@ def _gguf_model(path: Path, identity: str, specs: tuple[ModelSpec, ...]) -> Mode
             for field, key in _GGUF_SAMPLING.items()
             if f"general.sampling.{key}" in file.metadata
         }
-        eos, dtype = eos_token_ids(file), stored_dtype(file)
+        eos, dtype, types = eos_token_ids(file), stored_dtype(file), stored_types(file, spec.gguf)
     return _build(
         path=path,
         format_name="gguf",
@@ -106,6 +107,7 @@ def _gguf_model(path: Path, identity: str, specs: tuple[ModelSpec, ...]) -> Mode
         dtype=dtype,
         quantization=quantization,
         generation=GenerationDefaults(values=_sampling_values(values, str(path)), eos_token_ids=eos),
+        types=types,
     )
 
 
@@ -149,6 +151,7 @@ def _build(
     dtype: str,
     quantization: dict[str, Any] | None,
     generation: GenerationDefaults,
+    types: dict[str, str] | None = None,
 ) -> ModelConfig:
     vocab_size = _size(facts, "vocab_size", source)
     bos = _token_ids(facts.get("bos_token_id"), "bos_token_id", source)
@@ -169,6 +172,7 @@ def _build(
         quantization=quantization,
         generation=generation,
         raw=raw,
+        stored_types=types or {},
     )
 
 

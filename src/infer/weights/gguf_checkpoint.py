@@ -5,11 +5,9 @@ Worker thread, blocking. Owns the opened file; memory beyond the result is one c
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -19,11 +17,10 @@ from infer.errors import UnsupportedModelError, WeightError
 from infer.plugins.model import GGUFNames
 from infer.weights.checkpoint import TensorInfo
 from infer.weights.gguf import GGUFFile, GGUFTensor
-from infer.weights.gguf_config import ROPE_FACTORS, gguf_config
+from infer.weights.gguf_config import gguf_config
 from infer.weights.gguf_dequant import DECODERS, PLAIN_TYPES, dequantize
+from infer.weights.gguf_names import translate
 
-SKIPPED: Final = (ROPE_FACTORS, "blk.{i}.attn_rot_embd.weight")
-"""Tensors that stand for no checkpoint tensor: the config carries the first, the second is a constant of old files."""
 CHUNK_ELEMENTS: Final = 1 << 17
 """Elements dequantised at once: small enough for the caches and for the allocator to find room again."""
 
@@ -37,7 +34,7 @@ class GGUFCheckpoint:
         try:
             self._names = names
             self._config = gguf_config(self._file, names)
-            self._sources, self.skipped = _translate(self._file, names)
+            self._sources, self.skipped = translate(self._file, names)
         except BaseException:
             self._file.close()
             raise
@@ -58,10 +55,27 @@ class GGUFCheckpoint:
     def close(self) -> None:
         self._file.close()
 
-    def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
+    def read_blocks(self, name: str) -> Tensor:
+        """A matrix as it is stored, [rows, bytes of a row] uint8, rows in the checkpoint's order."""
+        tensor = self._source(name)
+        rows = tensor.shape[0]
+        stored = torch.empty(rows, tensor.nbytes // rows, dtype=torch.uint8)
+        self._file.read_into(tensor, 0, stored.view(-1).numpy().data)
+        order = self._row_order(name, tensor)
+        if order is None:
+            return stored
+        out = torch.empty_like(stored)
+        out[order] = stored
+        return out
+
+    def _source(self, name: str) -> GGUFTensor:
         tensor = self._sources.get(name)
         if tensor is None:
             raise WeightError(f"{self._file.path} has no tensor {name!r}", tensor=name)
+        return tensor
+
+    def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
+        tensor = self._source(name)
         stored = PLAIN_TYPES.get(tensor.type.name)
         if stored is None and tensor.type.name not in DECODERS:
             raise UnsupportedModelError(
@@ -114,44 +128,3 @@ class GGUFCheckpoint:
 
     def _norm_offset(self, name: str) -> float:
         return self._names.norm_offset if name.endswith("norm.weight") else 0.0
-
-
-def _translate(file: GGUFFile, names: GGUFNames) -> tuple[Mapping[str, GGUFTensor], tuple[str, ...]]:
-    """HF name -> stored tensor, and the names left out on purpose."""
-    sources: dict[str, GGUFTensor] = {}
-    skipped: list[str] = []
-    for tensor in file.tensors.values():
-        layer = re.search(r"\.(0|[1-9][0-9]{0,8})\.", tensor.name)
-        number = layer.group(1) if layer else ""
-        template = tensor.name[: layer.start(1)] + "{i}" + tensor.name[layer.end(1) :] if layer else tensor.name
-        if template in SKIPPED:
-            skipped.append(tensor.name)
-            continue
-        target = names.tensors.get(template)
-        if target is None:
-            raise WeightError(
-                f"{file.path}: tensor {tensor.name!r} has no place in {names.architecture}; "
-                "the file was converted for another model or by a newer llama.cpp",
-                tensor=tensor.name,
-            )
-        for name, part in _experts(file, target.replace("{i}", number), tensor):
-            if name in sources:
-                raise WeightError(
-                    f"{file.path}: tensors {sources[name].name!r} and {tensor.name!r} are both {name!r}", tensor=name
-                )
-            sources[name] = part
-    return sources, tuple(skipped)
-
-
-def _experts(file: GGUFFile, name: str, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
-    """The tensor itself, or, when its name is one per expert, the pieces of the stack [E, rows, columns]."""
-    if "{e}" not in name:
-        yield name, tensor
-        return
-    if len(tensor.shape) != 3 or tensor.shape[0] < 1:
-        raise WeightError(f"{file.path}: tensor {tensor.name!r} of shape {tensor.shape} is no stack of experts")
-    count = tensor.shape[0]
-    size = tensor.nbytes // count  # blocks never cross rows
-    for expert in range(count):
-        piece = dataclasses.replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, nbytes=size)
-        yield name.replace("{e}", str(expert)), piece

@@ -77,7 +77,7 @@ def _owner(path: str) -> str:
 def _fill(name: str, parameter: Parameter, rows: tuple[int, int] | None, checkpoint: Checkpoint) -> None:
     # A shard is read in the slot's dtype; packed integers come as stored.
     dtype = parameter.data.dtype if parameter.data.is_floating_point() else None
-    tensor = checkpoint.read(name, dtype)
+    tensor = checkpoint.read(name, dtype) if parameter.blocks is None else checkpoint.read_blocks(name)
     try:
         parameter.load(tensor, rows)
     except WeightError as error:

@@ -46,6 +46,9 @@ class SafetensorsCheckpoint:
     def close(self) -> None:
         """Nothing stays open between reads."""
 
+    def read_blocks(self, name: str) -> Tensor:
+        raise WeightError(f"{self.directory} holds no blocks; tensor {name!r} is plain", tensor=name)
+
     def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
         stored = self._tensors.get(name)
         if stored is None:

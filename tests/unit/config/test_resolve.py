@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from infer.config.engine import EngineConfig
+from infer.config.memory_plan import format_memory_plan
 from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
-from infer.config.resolve import choose_dtype, format_memory_plan, resolve
+from infer.config.resolve import choose_dtype, resolve
 from infer.errors import ConfigError
 
 GIB = 2**30

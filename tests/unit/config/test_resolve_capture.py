@@ -8,8 +8,9 @@ import pytest
 
 from infer.config.capture import CaptureProfile
 from infer.config.engine import EngineConfig
+from infer.config.memory_plan import format_memory_plan
 from infer.config.model import KVLayout
-from infer.config.resolve import format_memory_plan, resolve
+from infer.config.resolve import resolve
 from infer.errors import ConfigError
 from unit.config.test_resolve import GIB, footprint, limits, model
 

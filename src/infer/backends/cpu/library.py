@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "infer_angles": (None, [c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int64]),
     "infer_write_kv": (None, [c_int, *[c_void_p] * 3, *[c_int64] * 3]),
     "infer_attention": (None, [c_void_p, c_int, c_void_p]),
-    "infer_moe": (None, [c_void_p, c_int, *[c_void_p] * 6, *[c_int64] * 5]),
+    "infer_moe": (None, [c_void_p, c_int, *[c_void_p] * 7, *[c_int64] * 5]),
 }
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.library import AttentionArgs, Library
-from infer.backends.reference import kv, moe
+from infer.backends.reference import kv
+from infer.backends.reference.moe import topk_router
+from infer.backends.reference.scratch import Scratch
 from infer.plugins.platform import AttentionMetadata, BlockFormat, BlockOps, Ops
 
 BLOCK_FORMATS = {"Q8_0": BlockFormat(32, 34), "Q4_0": BlockFormat(32, 18), "Q4_1": BlockFormat(32, 20)}
@@ -25,11 +27,11 @@ PACKED_DIM = 4
 """A packed weight has the shape [N / 16, I / P, 16, P]; see csrc/packed.h."""
 
 
-def make_ops(library: Library) -> Ops:
-    """The table over one library and its threads."""
-    native = NativeOps(library)
+def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
+    """The table over one library and its threads; large results lie in `scratch`."""
+    native = NativeOps(library, scratch or Scratch())
     return Ops(
-        embedding=embedding,
+        embedding=native.embedding,
         linear=native.linear,
         rms_norm=native.rms_norm,
         rotary=native.rotary,
@@ -39,7 +41,7 @@ def make_ops(library: Library) -> Ops:
         attention=native.attention,
         gather_rows=kv.gather_rows,
         add_rms_norm=native.add_rms_norm,
-        topk_router=moe.topk_router,
+        topk_router=topk_router,
         moe=native.moe,
         pack=pack,
         unpack=unpack,
@@ -71,19 +73,24 @@ def unpack(weight: Tensor) -> Tensor:
     return weight.transpose(1, 2).reshape(weight.shape[0] * LANES, -1)
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of a plain or packed weight."""
-    if weight.dim() != PACKED_DIM:
-        return kv.embedding(ids, weight)
-    return weight[ids // LANES, :, ids % LANES].flatten(1)
-
-
 class NativeOps:
     """Shapes and meanings as `plugins.platform.Ops` documents them."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, scratch: Scratch) -> None:
         self._library = library
         self._call = library.call
+        self._scratch = scratch
+        self._dry = scratch.dry
+        """While planning results have a shape and nothing is computed: weights are not there yet."""
+
+    def _new(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        placed = self._scratch.place(shape, dtype)
+        return torch.empty(shape, dtype=dtype) if placed is None else placed
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        if weight.dim() != PACKED_DIM:
+            return kv.embedding(ids, weight, self._scratch)
+        return weight[ids // LANES, :, ids % LANES].flatten(1)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._linear(x, weight, bias, x.dtype)
@@ -100,7 +107,9 @@ class NativeOps:
         outer = weight.shape[0] * LANES if packed else weight.shape[0]
         if bias is not None:
             bias = bias.to(x.dtype).contiguous()
-        out = torch.empty(tokens, outer, dtype=out_dtype)
+        out = self._new(out_dtype, tokens, outer)
+        if self._dry:
+            return out
         self._call.infer_linear(
             self._library.pool,
             _dtype(x, weight),
@@ -127,7 +136,9 @@ class NativeOps:
 
     def block_rows(self, ids: Tensor, packed: Tensor, kind: str, inner: int, dtype: torch.dtype) -> Tensor:
         ids = ids.contiguous()
-        out = torch.empty(ids.shape[0], inner, dtype=dtype)
+        out = self._new(dtype, ids.shape[0], inner)
+        if self._dry:
+            return out
         self._call.infer_block_rows(
             _dtype(out), BLOCK_KINDS[kind], packed.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.shape[0], inner
         )
@@ -138,7 +149,9 @@ class NativeOps:
         (tokens, inner), outer = x.shape, packed.shape[0] * LANES
         if bias is not None:
             bias = bias.to(x.dtype).contiguous()
-        out = torch.empty(tokens, outer, dtype=dtype)
+        out = self._new(dtype, tokens, outer)
+        if self._dry:
+            return out
         self._call.infer_block_linear(
             self._library.pool,
             _dtype(x),
@@ -162,8 +175,10 @@ class NativeOps:
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
-        out = torch.empty_like(x)
-        total = x if residual is None else torch.empty_like(x)
+        out = self._new(x.dtype, *x.shape)
+        total = x if residual is None else self._new(x.dtype, *x.shape)
+        if self._dry:
+            return out, total
         width = x.shape[-1]
         if x.dtype == torch.float32:
             weight = weight.float()
@@ -187,7 +202,9 @@ class NativeOps:
     def rotary_angles(self, positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         positions, frequencies = positions.contiguous(), frequencies.contiguous()
         shape = positions.shape[0], frequencies.shape[0]
-        cos, sin = torch.empty(shape), torch.empty(shape)
+        cos, sin = self._new(torch.float32, *shape), self._new(torch.float32, *shape)
+        if self._dry:
+            return cos, sin
         self._call.infer_angles(
             positions.data_ptr(), frequencies.data_ptr(), factor, cos.data_ptr(), sin.data_ptr(), *shape
         )
@@ -200,7 +217,9 @@ class NativeOps:
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tokens, heads, size = x.shape
         x = _with_dense_rows(x)
-        out = torch.empty(tokens, heads, size, dtype=x.dtype)
+        out = self._new(x.dtype, tokens, heads, size)
+        if self._dry:
+            return out
         self._call.infer_rotary(
             self._library.pool,
             _dtype(x),
@@ -225,11 +244,15 @@ class NativeOps:
     def _gate(self, x: Tensor, kind: int) -> Tensor:
         x = x.contiguous()
         rows, width = x.shape
-        out = torch.empty(rows, width // 2, dtype=x.dtype)
+        out = self._new(x.dtype, rows, width // 2)
+        if self._dry:
+            return out
         self._call.infer_gate(self._library.pool, _dtype(x), kind, x.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+        if self._dry:
+            return
         slots = slot_mapping.contiguous()
         for new, cache in ((k, k_cache), (v, v_cache)):
             new = _with_dense_rows(new if new.dtype == cache.dtype else new.to(cache.dtype))
@@ -256,7 +279,9 @@ class NativeOps:
         tokens, heads, head_size = q.shape
         dtype = q.dtype
         q = q.to(k_cache.dtype).contiguous()
-        out = torch.empty(tokens, heads, v_cache.shape[3], dtype=q.dtype)
+        out = self._new(q.dtype, tokens, heads, v_cache.shape[3])
+        if self._dry:
+            return out.to(dtype)
         table = metadata.block_table.contiguous()
         args = AttentionArgs(
             q=q.data_ptr(),
@@ -283,7 +308,11 @@ class NativeOps:
     def moe(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
         gate_up, down = gate_up.contiguous(), down.contiguous()
-        out = torch.empty_like(x)
+        (tokens, top_k), size, inner = ids.shape, x.shape[1], gate_up.shape[1] // 2
+        out = self._new(x.dtype, tokens, size)
+        work = self._new(x.dtype, tokens * top_k, 3 * inner + size)
+        if self._dry:
+            return out
         self._call.infer_moe(
             self._library.pool,
             _dtype(x, gate_up, down),
@@ -293,10 +322,12 @@ class NativeOps:
             gate_up.data_ptr(),
             down.data_ptr(),
             out.data_ptr(),
-            *ids.shape,
+            work.data_ptr(),
+            tokens,
+            top_k,
             gate_up.shape[0],
-            x.shape[1],
-            down.shape[2],
+            size,
+            inner,
         )
         return out
 

@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from infer.backends.cpu.build import build_library, find_compiler
 from infer.backends.cpu.library import Library
 from infer.backends.cpu.ops import make_ops
 from infer.backends.reference import memory
+from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
-from infer.plugins.platform import API_VERSION, PlatformSpec, Probe
+from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
 
 
 class NativePlatform:
@@ -33,17 +34,30 @@ class NativePlatform:
         self.device = torch.device("cpu")
         self.threads = threads if threads is not None else min(torch.get_num_threads(), memory.usable_cpus())
         self._library = Library(build_library(cache_dir), self.threads)
-        self.ops = make_ops(self._library)
+        self._scratch = Scratch()
+        self.ops = make_ops(self._library, self._scratch)
 
     def limits(self) -> PlatformLimits:
         total, available = memory.memory()
         dtypes = ("bfloat16", "float32") if memory.native_bfloat16() else ("float32", "bfloat16")
         return PlatformLimits(
-            name=self.name, total_memory=total, available_memory=available, dtypes=dtypes, threads=self.threads
+            name=self.name,
+            total_memory=total,
+            available_memory=available,
+            dtypes=dtypes,
+            threads=self.threads,
+            invariant=True,
         )
 
     def memory_in_use(self) -> int:
         return memory.resident_bytes()
+
+    def planning_ops(self) -> tuple[Ops, Callable[[], int]]:
+        scratch = Scratch(dry=True)
+        return make_ops(self._library, scratch), lambda: scratch.high_water
+
+    def reserve_workspace(self, num_bytes: int) -> None:
+        self._scratch.reserve(num_bytes)
 
     def synchronize(self) -> None:
         """Nothing is queued."""
@@ -62,7 +76,8 @@ class NativePlatform:
                 torch.set_num_threads(before)
 
     def close(self) -> None:
-        """End the threads; what the model held goes back to the operating system."""
+        """End the threads; the buffer and what the model held go back to the operating system."""
+        self._scratch.release()
         self._library.close()
         memory.return_free_memory()
 

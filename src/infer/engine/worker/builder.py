@@ -6,6 +6,7 @@ Every method but `limits` runs on the thread that will execute steps; owns the p
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from infer.plugins.model_source import ProgressCallback
 from infer.plugins.platform import Ops, Platform, PlatformSpec, Probe, SupportsWorkspace
 from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
 from infer.plugins.registry import Registry
+from infer.weights.blocks import keep_stored_blocks
 from infer.weights.loader import load_weights, parameter_bytes
 from infer.weights.opening import open_checkpoint
 
@@ -48,15 +50,21 @@ class WorkerBuilder:
         threads: int | None,
         cache_dir: Path | None = None,
         capture: CaptureSection | None = None,
+        *,
+        expand_quantized: bool = False,
     ) -> None:
-        """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels. Raises `ConfigError`, `UnsupportedModelError` or `PluginError`."""
+        """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels.
+
+        Raises `ConfigError`, `UnsupportedModelError` or `PluginError`.
+        """
         self._registry = registry
         self._config = model
         self._capture = capture or CaptureSection()
+        self._expand = expand_quantized
         self._model_spec = choose_model(registry, model.architecture)
         self._quant_spec = choose_quant_method(registry, model)
         spec = choose_platform(registry, platform)
-        keep = {"cache_dir": cache_dir} if spec.compiles else {}
+        keep: dict[str, Any] = {"cache_dir": cache_dir} if spec.compiles else {}
         self._platform: Platform = registry.create("platform", spec.name, threads, **keep)
 
     def limits(self) -> PlatformLimits:
@@ -75,23 +83,27 @@ class WorkerBuilder:
         return measure_footprint(
             lambda ops, device: self._create_model(ops, dtype, device),
             self._config.vocab_size,
+            bounds,
+            self._platform.planning_ops if isinstance(self._platform, SupportsWorkspace) else None,
+            kv_dtype,
             lambda model: tuple(captured.profile for captured in self._captured_fields(model, dtype)[1]),
+            self._keep_blocks,
         )
 
     def build(self, resolved: ResolvedConfig, progress: ProgressCallback | None = None) -> Runner:
         """Load the weights, allocate the KV cache, and run the widest step once."""
         platform = self._platform
         model = self._create_model(platform.ops, resolved.dtype, platform.device)
+        self._keep_blocks(model)
         checkpoint = open_checkpoint(self._config, self._registry.specs("model"))
-            bounds,
-            self._platform.planning_ops if isinstance(self._platform, SupportsWorkspace) else None,
-            kv_dtype,
         try:
             with torch.no_grad():
                 load_weights(model, checkpoint, progress)
         finally:
             checkpoint.close()
         kv = allocate_kv(model.kv_layout(), resolved, platform.device)
+        if isinstance(platform, SupportsWorkspace):
+            platform.reserve_workspace(resolved.memory.workspace)
         capture = None
         if resolved.capture is not None:
             facts, fields = self._captured_fields(model, resolved.dtype)
@@ -102,12 +114,16 @@ class WorkerBuilder:
 
     def close(self) -> None:
         """Give the platform back when no runner was built."""
-        if isinstance(platform, SupportsWorkspace):
-            platform.reserve_workspace(resolved.memory.workspace)
         self._platform.close()
 
     def _captured_fields(self, model: CausalLM, dtype: str) -> tuple[TapFacts, tuple[CapturedField, ...]]:
         return captured_fields(self._registry, self._capture, model, self._config, dtype)
+
+    def _keep_blocks(self, model: CausalLM) -> None:
+        """Weights that the platform multiplies with as a GGUF stores them stay so."""
+        blocks = self._platform.ops.blocks
+        if blocks is not None and self._config.stored_types and not self._expand:
+            keep_stored_blocks(model, self._config.stored_types, blocks)
 
     def _create_model(self, ops: Ops, dtype: str, device: torch.device) -> CausalLM:
         quant: QuantMethod = self._registry.create("quant_method", self._quant_spec.name, self._config.quantization)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.config.memory_plan import MemoryPlan
 from infer.config.model import KVGroup, KVLayer, KVLayout
-from infer.config.resolve import CacheGroup, MemoryPlan, ResolvedCache, ResolvedConfig, ResolvedScheduler
+from infer.config.resolve import CacheGroup, ResolvedCache, ResolvedConfig, ResolvedScheduler
 from infer.engine.step import SamplingSpec, SlotAdmission, StepPlan, StepResult
 from infer.engine.worker.runner import Runner
 from infer.plugins.model import ForwardBatch

@@ -47,7 +47,8 @@ struct AttentionArgs {
 };
 void infer_attention(void* pool, int dtype, const AttentionArgs* args);
 
-// ids [T, K], weights [T, K] -> y [T, N]; gate_up [E, 2I, N], down [E, N, I].
+// ids [T, K], weights [T, K] -> y [T, N]; gate_up [E, 2I, N], down [E, N, I]; work: T * K * (3I + N) elements.
 void infer_moe(void* pool, int dtype, const void* x, const int64_t* ids, const float* weights, const void* gate_up,
-               const void* down, void* y, int64_t tokens, int64_t top_k, int64_t experts, int64_t n, int64_t inner);
+               const void* down, void* y, void* work, int64_t tokens, int64_t top_k, int64_t experts, int64_t n,
+               int64_t inner);
 }

@@ -8,21 +8,21 @@ namespace infer {
 
 template <class T>
 static void moe(Pool& pool, const T* x, const int64_t* ids, const float* weights, const T* gate_up, const T* down, T* y,
-                int64_t tokens, int64_t top_k, int64_t experts, int64_t n, int64_t inner) {
+                T* work, int64_t tokens, int64_t top_k, int64_t experts, int64_t n, int64_t inner) {
     std::vector<int64_t> start(experts + 1, 0);
     for (int64_t i = 0; i < tokens * top_k; ++i) ++start[ids[i] + 1];
     for (int64_t e = 0; e < experts; ++e) start[e + 1] += start[e];
     std::vector<int64_t> place(start.begin(), start.end() - 1);
     std::vector<const T*> in(tokens * top_k);
-    std::vector<T> both(tokens * top_k * 2 * inner), hidden(tokens * top_k * inner), out(tokens * top_k * n);
+    T *both = work, *hidden = both + tokens * top_k * 2 * inner, *out = hidden + tokens * top_k * inner;
     std::vector<T*> both_rows(tokens * top_k), out_rows(tokens * top_k);
     std::vector<const T*> hidden_rows(tokens * top_k);
     for (int64_t i = 0; i < tokens * top_k; ++i) {
         int64_t to = place[ids[i]]++;
         in[to] = x + i / top_k * n;
-        both_rows[to] = both.data() + to * 2 * inner;
-        hidden_rows[to] = hidden.data() + to * inner;
-        out_rows[to] = out.data() + i * n;
+        both_rows[to] = both + to * 2 * inner;
+        hidden_rows[to] = hidden + to * inner;
+        out_rows[to] = out + i * n;
     }
     std::vector<int64_t> used;
     for (int64_t e = 0; e < experts; ++e)
@@ -36,8 +36,8 @@ static void moe(Pool& pool, const T* x, const int64_t* ids, const float* weights
     };
     parallel(pool, int64_t(used.size()) * panels, up);
     auto activate = [&](int64_t row, int) {
-        const T *g = both.data() + row * 2 * inner, *u = g + inner;
-        T* h = hidden.data() + row * inner;
+        const T *g = both + row * 2 * inner, *u = g + inner;
+        T* h = hidden + row * inner;
         for (int64_t i = 0; i < inner; i += W) {
             int count = int(std::min<int64_t>(W, inner - i));
             vf a = load_some(g + i, count), b = load_some(u + i, count);
@@ -58,7 +58,7 @@ static void moe(Pool& pool, const T* x, const int64_t* ids, const float* weights
             int count = int(std::min<int64_t>(W, n - i));
             vf total = splat(0.0f);
             for (int64_t k = 0; k < top_k; ++k)
-                total = load_some(out.data() + (token * top_k + k) * n + i, count) * weights[token * top_k + k] + total;
+                total = load_some(out + (token * top_k + k) * n + i, count) * weights[token * top_k + k] + total;
             store_some(y + token * n + i, total, count);
         }
     };
@@ -68,14 +68,14 @@ static void moe(Pool& pool, const T* x, const int64_t* ids, const float* weights
 }  // namespace infer
 
 extern "C" void infer_moe(void* pool, int dtype, const void* x, const int64_t* ids, const float* weights,
-                          const void* gate_up, const void* down, void* y, int64_t tokens, int64_t top_k, int64_t experts,
+                          const void* gate_up, const void* down, void* y, void* work, int64_t tokens, int64_t top_k, int64_t experts,
                           int64_t n, int64_t inner) {
     using namespace infer;
     Pool& p = *static_cast<Pool*>(pool);
     if (dtype == FP32)
-        moe(p, (const float*)x, ids, weights, (const float*)gate_up, (const float*)down, (float*)y, tokens, top_k, experts,
+        moe(p, (const float*)x, ids, weights, (const float*)gate_up, (const float*)down, (float*)y, (float*)work, tokens, top_k, experts,
             n, inner);
     else
-        moe(p, (const bf16*)x, ids, weights, (const bf16*)gate_up, (const bf16*)down, (bf16*)y, tokens, top_k, experts, n,
+        moe(p, (const bf16*)x, ids, weights, (const bf16*)gate_up, (const bf16*)down, (bf16*)y, (bf16*)work, tokens, top_k, experts, n,
             inner);
 }
