@@ -481,6 +481,37 @@ async def test_re_42_rows_that_are_not_there_are_said(checkpoint: Path, monkeypa
 
 
 @pytest.mark.anyio
+async def test_re_45_what_is_captured_is_seen_in_the_metrics(checkpoint: Path) -> None:
+    """RE-45: on, and nobody asks: nothing is captured; who asks is counted."""
+    async with client_of(checkpoint) as client:
+        for asked, rows in ((False, 0), (True, 25)):
+            body = body_of("/v1/completions") | {"return_routed_experts": asked}
+            await post(client, "/v1/completions", body)
+            text = (await client.get("/metrics")).text
+            [line] = [line for line in text.splitlines() if line.startswith("infer_captured_rows_total")]
+            assert float(line.rpartition(" ")[2]) == rows
+
+
+def stuck(logits: torch.Tensor, rule: Any, bias: Any, tap: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.full((len(logits), TOP_K), 3)
+    if tap is not None:
+        tap[: len(ids)].copy_(ids)
+    return torch.ones(len(ids), TOP_K), ids
+
+
+def test_a_router_that_always_answers_the_same_is_counted(checkpoint: Path) -> None:
+    """routed_experts.md 3.4: legal, and suspicious: a warning metric. A router that really chooses counts nothing."""
+    with serve(checkpoint, **capturing()) as running:
+        running.generate(prompt(40), routed(4))
+        assert running.engine.statistics().uniform_blocks == 0
+        model: Any = parts_of(running).executor._worker._model
+        for layer in model._sparse():
+            layer.route = stuck
+        running.generate(prompt(40, seed=1), routed(4))
+        assert running.engine.statistics().uniform_blocks == 2
+
+
+@pytest.mark.anyio
 async def test_re_16_a_slow_reader_gets_the_rows_at_the_end(checkpoint: Path, oracle: Oracle) -> None:
     """RE-16, RE-49: deltas are merged for a slow reader and for one behind a bounded queue; the rows come once, whole."""
     async with Engine(engine_config(checkpoint, **capturing())) as engine:
@@ -582,6 +613,8 @@ async def test_re_17_one_of_eight_without_routes_is_counted_and_seen(
         assert strict.value.code == "artifact_capture_failed"
         assert engine.artifact_statistics.failed == {"artifact_capture_failed": 2}
         assert engine.artifact_statistics.ready == 7
+        now = engine.statistics()
+        assert (now.capture_failures, now.capturing) == (2, 0) and now.captured_rows == sum(range(34, 42)) - 37
     for index, done in found.items():
         assert len(done.token_ids) == 10 and done.artifact is not None
         if index == 3:

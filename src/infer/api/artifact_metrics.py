@@ -1,4 +1,4 @@
-"""Generation artifacts in `/metrics`: what was admitted, delivered and refused, and what is held. Read at every scrape."""
+"""Generation artifacts and captured rows in `/metrics`: what was admitted, delivered, refused, lost. Read at every scrape."""
 
 from __future__ import annotations
 
@@ -9,8 +9,23 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 if TYPE_CHECKING:
     from infer.artifacts.pipeline import PipelineStatistics
+    from infer.engine.statistics import EngineStatistics
 
 Labels = Mapping[str, str]
+
+
+def capture_metrics(now: EngineStatistics, labels: Labels) -> Iterator[Metric]:
+    """Of captured rows (routed experts and the like), whoever gets them."""
+    family = GaugeMetricFamily("infer_capturing_requests", "Running requests with captured rows.", labels=tuple(labels))
+    family.add_metric(tuple(labels.values()), now.capturing)
+    yield family
+    counters = (
+        ("infer_captured_rows", "Rows captured for requests.", now.captured_rows),
+        ("infer_capture_failures", "Requests whose captured rows were lost.", now.capture_failures),
+        ("infer_capture_uniform_blocks", "Captured blocks of equal cells: a broken router?", now.uniform_blocks),
+    )
+    for name, text, value in counters:
+        yield _counter(name, text, labels, {(): value})
 
 
 def artifact_metrics(now: PipelineStatistics, labels: Labels) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from infer.api.artifact_metrics import artifact_metrics
+from infer.api.artifact_metrics import artifact_metrics, capture_metrics
 from infer.api.context import ApiContext
 from infer.api.routing import ApiRoute, Call
 from infer.engine.metrics import EngineMetrics, Histogram
@@ -62,6 +62,7 @@ class EngineCollector(Collector):
         yield from self._requests(metrics)
         yield from self._latencies(metrics)
         labels = dict(zip(_LABELS, self._labels, strict=True))
+        yield from capture_metrics(statistics, labels)
         yield from artifact_metrics(context.engine.artifact_statistics, labels)
         yield self._info()
 

@@ -24,9 +24,18 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int
     kv_usage: float
     """Share of the fullest KV pool in use, 0 to 1."""
+    capturing: int = 0
+    """Running requests whose rows are captured."""
+    captured_rows: int = 0
+    """Rows that came for requests."""
+    capture_failures: int = 0
+    """Requests whose rows were lost; their tokens went on."""
+    uniform_blocks: int = 0
+    """Captured blocks whose cells are all equal: legal, and a sign of a broken router."""
 
 
 def statistics(scheduler: Scheduler) -> EngineStatistics:
+    aux = scheduler.aux
     return EngineStatistics(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
@@ -37,4 +46,8 @@ def statistics(scheduler: Scheduler) -> EngineStatistics:
         prefix_queried_tokens=scheduler.kv.stats.queried,
         prefix_hit_tokens=scheduler.kv.stats.hit,
         kv_usage=scheduler.kv.usage(),
+        capturing=0 if aux is None else aux.num_live,
+        captured_rows=0 if aux is None else aux.stats.rows,
+        capture_failures=0 if aux is None else aux.stats.failures,
+        uniform_blocks=0 if aux is None else aux.stats.uniform_blocks,
     )

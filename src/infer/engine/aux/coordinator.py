@@ -59,6 +59,8 @@ class AuxStats:
     """Delivered to requests."""
     failures: int = 0
     """Requests whose rows failed."""
+    uniform_blocks: int = 0
+    """Captured blocks whose cells are all equal: a sign of a broken router."""
 
 
 class AuxCoordinator:
@@ -195,6 +197,12 @@ class AuxCoordinator:
         self.stats.rows += rows.cursor - held
         if rows.failure is not None:
             self._fail(request, rows, rows.failure)
+
+    def applied(self, result: StepResult) -> None:
+        """What a step says of objects, whoever's they are."""
+        self.stats.uniform_blocks += result.aux_uniform_blocks
+        if result.aux_refused:
+            self.refused(result.aux_refused)
 
     def refused(self, keys: Iterable[Key]) -> None:
         """The store had no room for these: their blocks count as missing."""

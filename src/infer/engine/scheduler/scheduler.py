@@ -282,8 +282,8 @@ class Scheduler:
             )
             if request.finish_reason is not None:
                 ended.append(request)
-        if result.aux_refused and self.aux is not None:
-            self.aux.refused(result.aux_refused)
+        if self.aux is not None:
+            self.aux.applied(result)
         if ended:
             self._retire(ended)
 
