@@ -441,6 +441,9 @@ class CaptureDriver(StepDriver):
 
     def check_drained(self) -> None:
         """After the last request: no capture lives, nothing is pinned, both halves agree on what is kept, all of it exists."""
+        while self.aux.retained.has_changes():
+            self.add([1], 1)
+            self.run()
         assert self.aux.num_live == 0 and self.aux.retained.num_pinned == 0
         assert not self.captures.captures and not self.captures.by_slot
         kept = {key for store in self.captures.stores.values() for key in store.retained}

@@ -135,6 +135,10 @@ class Load:
         if not asking:
             assert aux.retained.num_pinned == 0
 
+    @property
+    def poisoned(self) -> bool:
+        return any(POISON in request.token_ids for request in self.driver.requests)
+
     def finish(self) -> None:
         driver = self.driver
         driver.worker.fail_at = lambda plan: None
@@ -155,8 +159,10 @@ class Load:
         if request.rows is None:
             assert request.capture_fields == ()
             return
-        if request.finish_reason != "error":
-            assert request.rows.failure is None, "only a request that failed itself may lose its rows"
+        reason = request.rows.failure
+        if reason is not None and request.finish_reason != "error":
+            # It hit blocks of a neighbour whose row failed in the same step or the one before: its rows were not published.
+            assert self.poisoned and reason.startswith("rows of the reused prompt are lost"), reason
         if request.rows.failure is None:
             self.driver.check_rows(request)
             alone = not request.num_preemptions and not request.num_cached_tokens
@@ -324,7 +330,7 @@ def test_who_asks_for_nothing_changes_nothing(seed: int) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 12), st.sampled_from(["pin", "unpin", "discard", "forget", "gone"])), max_size=80
+        st.tuples(st.integers(0, 12), st.sampled_from(["pin", "unpin", "discard", "missing", "gone"])), max_size=80
     ),
     st.integers(1, 5),
 )
@@ -338,17 +344,18 @@ def test_retained_objects_agree_with_the_store(actions: list[tuple[int, str]], c
         key: Key = ("f", bytes([number]), 0)
         if action == "pin":
             found = index.pin(key)
-            assert (found is None) == (key not in index)
+            assert (found is None) == (key not in index) and (found or index.num_pinned == capacity)
             pins += [found] if found else []
         elif action == "unpin" and pins:
             index.unpin(pins.pop(number % len(pins)))
         elif action == "discard":
             index.discard([key], even_pinned=number % 2 == 0)
-        elif action == "forget":
-            index.forget(key)
+        elif action == "missing":
+            index.missing(key)
+            assert key not in index
         elif action == "gone":
             gone ^= {key[1]}
-        assert all(pin.key in index for pin in pins if pin.retained)
+        assert all(index._objects[pin.key] is pin for pin in pins if pin.retained)
         assert len(index) <= capacity
         assert index.num_pinned == len({id(pin) for pin in pins if pin.retained})
         if number % 3 == 0:

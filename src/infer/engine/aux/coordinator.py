@@ -207,7 +207,7 @@ class AuxCoordinator:
     def refused(self, keys: Iterable[Key]) -> None:
         """The store had no room for these: their blocks count as missing."""
         for key in keys:
-            self.retained.forget(key)
+            self.retained.missing(key)
 
     def failed(self, published: Iterable[Key]) -> None:
         """A step failed: what it and later ones brought, and what has ended since, cannot be trusted."""

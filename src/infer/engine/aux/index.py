@@ -23,6 +23,8 @@ class RetainedObject:
     key: Key
     pins: int = 0
     retained: bool = True
+    there: bool = True
+    """False: the store said that it is not. Who counts on it already may still find it, so it is kept as long."""
 
 
 class RetainedObjects:
@@ -42,14 +44,16 @@ class RetainedObjects:
         return len(self._objects)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._objects
+        found = self._objects.get(key)
+        return found is not None and found.there
 
     @property
     def num_pinned(self) -> int:
         return len(self._objects) - sum(len(idle) for idle in self._idle.values())
 
     def pin(self, key: Key) -> RetainedObject | None:
-        """Keep the object until `unpin`; None when everything kept is pinned and there is no room for one more."""
+        """Keep the object, which is there or about to be, until `unpin`; None when everything kept is pinned and there is
+        no room for one more."""
         found = self._objects.get(key)
         if found is None:
             field = key[0]
@@ -61,6 +65,7 @@ class RetainedObjects:
         elif not found.pins:
             del self._idle[key[0]][key]
         found.pins += 1
+        found.there = True
         return found
 
     def unpin(self, found: RetainedObject) -> None:
@@ -70,7 +75,7 @@ class RetainedObjects:
         found.pins -= 1
         if found.pins:
             return
-        if self._is_cached(found.key[1]):
+        if found.there and self._is_cached(found.key[1]):
             self._idle[found.key[0]][found.key] = found
         else:
             self._drop(found)
@@ -81,14 +86,20 @@ class RetainedObjects:
             found = self._objects.get(key)
             if found is not None and found.pins and not even_pinned:
                 continue
-            self.forget(key)
+            if found is not None:
+                self._idle[key[0]].pop(key, None)
+                self._drop(found)
             self._discarded[key] = None
 
-    def forget(self, key: Key) -> None:
-        """The store does not have this object."""
+    def missing(self, key: Key) -> None:
+        """The store says that it does not have this object: nobody is to count on it any more. The word may be late, and the
+        object there by now: then its being computed once more is all that is lost."""
         found = self._objects.get(key)
-        if found is not None:
-            self._idle[key[0]].pop(key, None)
+        if found is None:
+            return
+        found.there = False
+        if not found.pins:
+            del self._idle[key[0]][key]
             self._drop(found)
 
     def has_changes(self) -> bool:
