@@ -18,6 +18,7 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 LAZY_PREFIXES = ("infer.cli", "infer.artifacts.exporters")
 """Packages whose functions may import: commands start quickly, exporters need optional packages."""
 LAZY_IMPORTS: dict[str, set[str]] = {
+    "infer.api.artifacts": {"infer.artifacts.assembly", "infer.artifacts.exporters"},
     "infer.api.connections": {"hypercorn"},
     "infer.artifacts.pipeline": {"infer.artifacts.assembly"},
     "infer.engine.startup": {"infer.engine.worker.builder", "infer.weights.facts"},

@@ -127,7 +127,8 @@ class ArtifactsSection(BaseModel):
     pipeline_concurrency: Annotated[Whole, Field(gt=0)] = 2
     """Artifacts that are encoded and uploaded at the same time."""
     process_bytes: Annotated[Whole, Field(gt=0)] = 2**30
-    """Bytes that admitted artifacts may hold together; a request that does not fit waits, then gets 503."""
+    """Bytes that admitted artifacts, and captured rows for responses, may hold together; a request that does not fit
+    waits, then gets 503."""
     queue_timeout_seconds: Annotated[Whole, Field(gt=0)] = 30
     """Longest wait for process_bytes, and for a place in the pipeline."""
     queue_limit: Annotated[Whole, Field(ge=0)] = 256
