@@ -5,12 +5,12 @@ What went wrong in public, one test each ("RE-" numbers); the others are where t
 | row | where |
 | --- | --- |
 | RE-13, 14, 23, 25, 40, 41, 45, 58 | tests/unit/engine/aux/test_capture_orders.py, test_request_rows.py |
-| RE-01, 03, 04, 06, 12, 22, 24, 26 to 30, 35, 55 | tests/unit/engine/worker/test_capture.py, test_block_store.py |
+| RE-01, 03, 04, 06, 12, 22, 24, 28 to 30, 35, 55 | tests/unit/engine/worker/test_capture.py, test_block_store.py |
 | RE-07, 11, 18, 36 | tests/unit/models/test_deepseek_facts.py, test_deepseek_against_transformers.py |
 | RE-20, 57 | tests/unit/artifacts/test_exporters.py |
 | RE-31, 52, 53 | tests/unit/artifacts/test_reader.py |
 | RE-42 (refusals, render and derender) | tests/unit/api/test_artifacts.py |
-| RE-02, 05, 08 to 10, 15 to 17, 19, 21, 32 to 34, 37 to 39, 42 to 44, 46 to 51, 54, 56, 59 | here |
+| RE-02, 05, 08 to 10, 15 to 17, 19, 21, 26, 27, 32 to 34, 37 to 39, 42 to 51, 54, 56, 59 | here |
 """
 
 from __future__ import annotations
@@ -284,6 +284,32 @@ def test_re_21_a_long_context_is_compared_with_the_recorder(engine: BlockingEngi
     oracle.check(rows, sequence(done))
 
 
+@pytest.mark.anyio
+@pytest.mark.row("X-WEIGHT-SPANS", "spans cover every token once across three updates mid-stream, end to end")
+async def test_every_token_and_row_says_its_weights(checkpoint: Path, oracle: Oracle) -> None:
+    """Versions are committed between steps while the request runs; the weights stay the same, so its rows do, too."""
+    shelf = Shelf()
+    async with Engine(engine_config(checkpoint, **capturing())) as engine:
+        parts, seen, version = parts_of(engine), 0, 0
+        async with engine.stream(prompt(40, seed=18), routed(120), artifact=shelf.request()) as stream:
+            async for delta in stream:
+                seen += len(delta.token_ids)
+                if seen >= 30 * (version + 1) and version < 3:
+                    version += 1
+                    parts.mailbox.post_call(lambda to=version: parts.scheduler.commit_version(to))
+        [choice] = stream.result.choices
+        warm = await engine.generate(prompt(40, seed=18), routed(4))
+    spans = choice.weight_versions
+    assert [span[2] for span in spans] == [0, 1, 2, 3]
+    assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])] and spans[-1][1] == 120
+    rows = rows_of(choice)
+    assert [version for _, version in rows.versions] == [0, 1, 2, 3]
+    assert sum(count for count, _ in rows.versions) == rows.count == 159
+    oracle.check(array(rows), sequence(stream.result))
+    assert warm.usage.cached_tokens == 0, "rows of other weights are not reused, so neither is their prompt"
+    assert rows_of(warm.choices[0]).versions == ((43, 3),)
+
+
 # -- ends of prompts and answers -------------------------------------------------------------------------------------
 
 
@@ -492,6 +518,25 @@ async def test_re_45_what_is_captured_is_seen_in_the_metrics(checkpoint: Path) -
             assert float(line.rpartition(" ")[2]) == rows
 
 
+def test_re_26_starting_captures_nothing_and_engines_share_nothing(checkpoint: Path, oracle: Oracle) -> None:
+    """RE-26, RE-27: the step that measures memory at start and the one of a health probe have no rows; a second engine in
+    the process, started while the first has rows, changes nothing of it."""
+    ids = prompt(40, seed=17)
+    with serve(checkpoint, **capturing()) as first:
+        aux = parts_of(first).scheduler.aux
+        assert (first.engine.statistics().captured_rows, aux.num_live, len(aux.retained)) == (0, 0, 0)
+        one = first.generate(ids, routed())
+        with serve(checkpoint, **capturing()) as second:
+            first.generate([0], greedy(1))
+            assert len(parts_of(second).scheduler.aux.retained) == 0
+            two = second.generate(ids, routed())
+            again = first.generate(ids, routed())
+        assert (two.usage.cached_tokens, again.usage.cached_tokens) == (0, 32)
+        for done in (one, two, again):
+            oracle.check(array(rows_of(done.choices[0])), sequence(done))
+        assert first.engine.statistics().captured_rows == 2 * 47
+
+
 def stuck(logits: torch.Tensor, rule: Any, bias: Any, tap: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.full((len(logits), TOP_K), 3)
     if tap is not None:
@@ -567,7 +612,7 @@ async def test_re_44_a_conversation_moves_each_row_once(checkpoint: Path, oracle
 
 @pytest.mark.anyio
 async def test_re_51_no_list_of_lists_anywhere(checkpoint: Path) -> None:
-    """RE-51: routes are one string of the bytes that they are."""
+    """RE-51, BR-30: routes are one string of the bytes that they are."""
     async with client_of(checkpoint) as client:
         for route in (*VLLM_ROUTES, "/generate"):
             body = body_of(route, max_tokens=150)
@@ -839,7 +884,7 @@ REFUSED_SETTINGS = [
 
 @pytest.mark.parametrize("sections", REFUSED_SETTINGS)
 def test_a_combination_of_a_later_feature_is_refused_at_start(sections: dict[str, Any]) -> None:
-    """RE-02 a MoE draft model (with it: only the target's routers, equal to the run without); RE-05 token-sharded routers
+    """BR-24. RE-02 a MoE draft model (with it: only the target's routers, equal to the run without); RE-05 token-sharded routers
     (rows gathered in token order); RE-09 pipeline stages (merged by layer range); RE-10 prefill and decode apart (both
     sides' rows spliced); RE-38 aborts during offload; RE-39 replicas. The setting that the feature brings turns each of
     these into a test of what it does, and fails this one."""

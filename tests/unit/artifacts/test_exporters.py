@@ -1,4 +1,5 @@
-"""Each client's encoding against bytes written by hand from the table of encodings."""
+"""Each client's encoding against bytes written by hand from the table of encodings: what changes on the wire changes here
+(RE-57)."""
 
 from __future__ import annotations
 

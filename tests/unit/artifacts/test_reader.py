@@ -98,7 +98,7 @@ def test_what_is_not_there(data: bytes) -> None:
 
 
 def test_only_the_ranges_that_are_needed_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From an uncompressed object."""
+    """RE-52: from an uncompressed object; nothing else is materialised."""
     ids = np.random.default_rng(4).integers(0, 300, (19_999, 3, 4))
     longer = GenerationArtifact(
         [ArtifactChoice(0, 100, np.arange(20_000), RoutedExperts(0, ids, (1, 4, 7), (300,) * 3))]
