@@ -6,7 +6,6 @@ Every method but `limits` runs on the thread that will execute steps; owns the p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +21,14 @@ from infer.engine.worker.capture import RowCapture
 from infer.engine.worker.captured_fields import CapturedField, captured_fields
 from infer.engine.worker.footprint import measure_footprint
 from infer.engine.worker.input_batch import KVTensors
+from infer.engine.worker.platforms import open_platform
 from infer.engine.worker.runner import Runner
 from infer.engine.worker.taps import make_tap
 from infer.errors import ConfigError, PluginConflictError, UnsupportedModelError
 from infer.plugins.artifact_field import TapFacts
 from infer.plugins.model import BuildContext, CausalLM, ModelSpec
 from infer.plugins.model_source import ProgressCallback
-from infer.plugins.platform import Ops, Platform, PlatformSpec, Probe, SupportsWorkspace
+from infer.plugins.platform import Ops, Platform, SupportsWorkspace
 from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
 from infer.plugins.registry import Registry
 from infer.weights.blocks import keep_stored_blocks
@@ -63,9 +63,7 @@ class WorkerBuilder:
         self._expand = expand_quantized
         self._model_spec = choose_model(registry, model.architecture)
         self._quant_spec = choose_quant_method(registry, model)
-        spec = choose_platform(registry, platform)
-        keep: dict[str, Any] = {"cache_dir": cache_dir} if spec.compiles else {}
-        self._platform: Platform = registry.create("platform", spec.name, threads, **keep)
+        self._platform = open_platform(registry, platform, threads, cache_dir)
 
     def limits(self) -> PlatformLimits:
         """What the platform offers now."""
@@ -159,30 +157,6 @@ def choose_quant_method(registry: Registry, model: ModelConfig) -> QuantMethodSp
         f"{model.path} is quantized as {model.quantization!r:.200}, which no quantization plugin handles; "
         f"installed are {names or 'none'}"
     )
-
-
-def choose_platform(registry: Registry, name: str) -> PlatformSpec:
-    """The named platform, or for "auto" the available one of highest priority. Refusals give every reason."""
-    if name != "auto":
-        spec = registry.get("platform", name)
-        probe = _probe(registry, spec)
-        if not probe.available:
-            raise ConfigError(f"platform.name={name}: not available here ({probe.reason})", fields=("platform.name",))
-        return spec
-    reasons = []
-    for spec in sorted(registry.specs("platform"), key=lambda spec: -spec.priority):
-        probe = _probe(registry, spec)
-        if probe.available:
-            return spec
-        reasons.append(f"{spec.name}: {probe.reason}")
-    raise ConfigError(
-        f"no platform is available here; {'; '.join(reasons) or 'none is installed'}", fields=("platform.name",)
-    )
-
-
-def _probe(registry: Registry, spec: PlatformSpec) -> Probe:
-    probe: Probe = registry.create("platform", spec.name, field="probe")
-    return probe
 
 
 def allocate_kv(layout: KVLayout, resolved: ResolvedConfig, device: torch.device) -> KVTensors:

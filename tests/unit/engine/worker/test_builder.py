@@ -20,7 +20,6 @@ from infer.engine.worker.builder import (
     ALIGNMENT,
     WorkerBuilder,
     choose_model,
-    choose_platform,
     choose_quant_method,
     tensor_dtype,
     zeros,
@@ -31,7 +30,6 @@ from infer.layers.parameter import Layer, Parameter
 from infer.models.llama import EXAMPLE
 from infer.plugins.manager import build_registry
 from infer.plugins.model_source import Progress
-from infer.plugins.platform import Probe
 from infer.testing.tiny_models import make_checkpoint, model_config
 from unit.engine.worker.built import build, builder
 
@@ -59,25 +57,6 @@ class Plugins:
     def create(self, kind: str, name: str, *args: Any, field: str = "factory") -> Any:
         answer = next(answer for spec, answer in self.kinds[kind] if spec.name == name)
         return answer(*args) if callable(answer) else answer
-
-
-def platform(name: str, priority: int, reason: str = "") -> tuple[Any, Probe]:
-    return SimpleNamespace(name=name, priority=priority), Probe(not reason, reason)
-
-
-def test_auto_takes_the_available_platform_of_highest_priority() -> None:
-    plugins: Any = Plugins(platform=[platform("a", 1), platform("b", 9, "no driver"), platform("c", 5)])
-    assert choose_platform(plugins, "auto").name == "c"
-    assert choose_platform(plugins, "a").name == "a"
-    with pytest.raises(ConfigError, match=r"platform\.name=b.*no driver") as raised:
-        choose_platform(plugins, "b")
-    assert raised.value.fields == ("platform.name",)
-
-
-def test_no_platform_at_all_gives_every_reason() -> None:
-    plugins: Any = Plugins(platform=[platform("a", 1, "no card"), platform("b", 9, "no driver")])
-    with pytest.raises(ConfigError, match="b: no driver; a: no card"):
-        choose_platform(plugins, "auto")
 
 
 def test_an_unknown_architecture_names_what_there_is() -> None:

@@ -1,0 +1,63 @@
+"""Which platform computes: the named one, or for "auto" the best that can be opened here.
+
+On the thread that builds the worker; owns nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from infer.errors import ConfigError
+from infer.plugins.platform import Platform, PlatformSpec, Probe
+from infer.plugins.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+
+def open_platform(registry: Registry, name: str, threads: int | None, cache_dir: Path | None) -> Platform:
+    """`cache_dir` keeps what is compiled for this machine. Raises `ConfigError` when a named platform cannot be had, or none
+    can; for "auto" one that fails to open is passed over with a warning that says why."""
+    failed: set[str] = set()
+    while True:
+        spec = choose_platform(registry, name, failed)
+        keep: dict[str, Any] = {"cache_dir": cache_dir} if spec.compiles else {}
+        try:
+            platform: Platform = registry.create("platform", spec.name, threads, **keep)
+        except ConfigError as error:
+            if name != "auto":
+                raise
+            logger.warning("platform %s cannot be used, a slower one is: %s", spec.name, error)
+            failed.add(spec.name)
+        else:
+            return platform
+
+
+def choose_platform(registry: Registry, name: str, passed_over: Container[str] = ()) -> PlatformSpec:
+    """The named platform, or for "auto" the available one of highest priority. Refusals give every reason."""
+    if name != "auto":
+        spec = registry.get("platform", name)
+        probe = _probe(registry, spec)
+        if not probe.available:
+            raise ConfigError(f"platform.name={name}: not available here ({probe.reason})", fields=("platform.name",))
+        return spec
+    reasons: list[str] = []
+    for spec in sorted(registry.specs("platform"), key=lambda spec: -spec.priority):
+        if spec.name in passed_over:
+            continue
+        probe = _probe(registry, spec)
+        if probe.available:
+            for reason in reasons:
+                logger.info("platform %s", reason)
+            return spec
+        reasons.append(f"{spec.name}: {probe.reason}")
+    raise ConfigError(
+        f"no platform is available here; {'; '.join(reasons) or 'none is installed'}", fields=("platform.name",)
+    )
+
+
+def _probe(registry: Registry, spec: PlatformSpec) -> Probe:
+    probe: Probe = registry.create("platform", spec.name, field="probe")
+    return probe
