@@ -41,7 +41,8 @@ class Model:
         refused = []
         waiting = {key for key in objects if key not in frozen and key not in self.data}
         written = set(objects) - frozen
-        for key, value in objects.items():
+        # What is retained comes first, and may take the place of what this call would only replace.
+        for key, value in sorted(objects.items(), key=lambda item: not self.references.get(item[0])):
             if key in frozen:
                 continue
             if key in self.data or len(self.data) < self.capacity:
@@ -59,7 +60,8 @@ class Model:
             candidates = [
                 other
                 for other in {*self.data, *waiting, key}
-                if not self.references.get(other) and (other not in written or other in let_go)
+                if not self.references.get(other)
+                and (other not in written or other in let_go or (self.references.get(key) and other in self.data))
             ]
             stored = False
             for due in sorted(candidates, key=lambda other: self.wanted.get(other, 0)):

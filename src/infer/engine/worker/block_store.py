@@ -41,7 +41,8 @@ class BlockStore(Protocol):
     ) -> list[bytes]:
         """One atomic batch -> keys that found no room. `retain` counts a reference, also of what is not there yet;
         `release` gives one back, last block of a sequence first: in that order objects without references are evicted.
-        What was retained and there before this call keeps its bytes; anything else is replaced."""
+        What was retained and there before this call keeps its bytes; anything else is replaced. While no more is retained
+        than fits, nothing retained is refused."""
         ...
 
     def read(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -84,21 +85,15 @@ class ArenaStore:
             self._references[key] = self._references.get(key, 0) + 1
             self._idle.pop(key, None)
         released = self._release(release, pending)
-        # What this call writes is not evicted by it, unless its owner let go of it in this very call.
-        shielded = [key for key in writes if key not in self._references and key not in released]
+        # What is retained comes first: whoever retains no more than fits is never refused.
+        kept = [key for key in writes if key in self._references]
+        refused = [key for key in kept if not self._write(memory, key, objects[key], pending)]
+        # What else this call writes is not evicted by it, unless its owner let go of it in this very call.
+        others = [key for key in writes if key not in self._references]
+        shielded = [key for key in others if key not in released]
         for key in shielded:
             self._idle.pop(key, None)
-        refused = []
-        for key in writes:
-            slot = self._slots.get(key)
-            if slot is None:
-                slot = self._take_slot(key, pending)
-            if slot is None:
-                refused.append(key)
-                continue
-            start = slot * self.object_bytes
-            memory[start : start + self.object_bytes] = objects[key]
-            self._slots[key] = slot
+        refused += [key for key in others if not self._write(memory, key, objects[key], pending)]
         for key in shielded:
             if key in self._slots:
                 self._idle[key] = None
@@ -172,6 +167,16 @@ class ArenaStore:
                 self._idle[key] = None
                 released.add(key)
         return released
+
+    def _write(self, memory: mmap.mmap, key: bytes, data: bytes, pending: set[bytes]) -> bool:
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._take_slot(key, pending)
+        if slot is None:
+            return False
+        memory[slot * self.object_bytes : (slot + 1) * self.object_bytes] = data
+        self._slots[key] = slot
+        return True
 
     def _take_slot(self, key: bytes, pending: set[bytes]) -> int | None:
         """A slot for `key`, if need be the one of the object that is due. None: the due one is `key` itself, or all

@@ -255,3 +255,11 @@ def test_close_finishes_what_was_put_and_leaves_no_thread() -> None:
     assert threading.active_count() == before
     with pytest.raises(BlockStoreError, match="closed"):
         background.put({b"a": b"a"})
+
+
+def test_what_is_retained_finds_room_beside_what_is_not() -> None:
+    """The scheduler counts on it: it never asks for more than fits, and what it asked for is there."""
+    store = private_store(1, 2)
+    assert store.put({b"a": b"1", b"b": b"2"}) == []
+    assert store.put({b"a": b"3", b"b": b"4", b"c": b"5", b"d": b"6"}, [b"c", b"d"]) == [b"a", b"b"]
+    assert store.read([b"c", b"d"]) == [b"5", b"6"]
