@@ -97,7 +97,8 @@ class ArenaStore:
         for key in shielded:
             if key in self._slots:
                 self._idle[key] = None
-        if refused and not self._warned:
+        # What was let go of in this call is only the first to leave, as it would be later.
+        if not self._warned and not released.issuperset(refused):
             self._warned = True
             logger.warning(
                 "the store of captured rows is full (%d blocks): rows of further blocks are not kept, so prompts that "
