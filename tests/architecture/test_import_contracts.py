@@ -26,6 +26,11 @@ PLANTED = {
     "Kinds of leaves do not know each other": ("sources/local.py", "import infer.tokenizers.fast"),
     "A leaf knows no other leaf of its kind": ("quantization/unquantized.py", "import infer.quantization.gguf"),
     "A leaf knows contracts, not the engine": ("quantization/gguf.py", "import infer.engine.step"),
+    "Nobody imports an artifact field": ("artifacts/codec.py", "import infer.artifacts.fields.moe_routes"),
+    "An artifact field knows contracts, no tensors": (
+        "artifacts/fields/hidden_states.py",
+        "import infer.layers.linear",
+    ),
     "The product does not import its test kits": ("text/__init__.py", "import infer.testing"),
     "No cycles": ("engine/kv_cache/block_pool.py", "import infer.engine.kv_cache.manager"),
 }
@@ -77,6 +82,7 @@ def test_every_package_is_under_contract() -> None:
     assert leaves == set(CONTRACTS["A leaf knows contracts, not the engine"]["source_modules"])
     assert packages - leaves - {"infer.testing"} <= set(CONTRACTS["Nobody imports a leaf"]["source_modules"])
     assert packages - {"infer.testing"} <= set(CONTRACTS["The product does not import its test kits"]["source_modules"])
+    assert CONTRACTS["Nobody imports an artifact field"]["protected_modules"] == [PACKAGES["artifact_field"]]
     control = {"loop", "mailbox", "outputs", "request", "step", "scheduler", "kv_cache", "aux", "metrics"}
     engine = ROOT / "src" / "infer" / "engine"
     present = {
