@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from infer.config.capture import CaptureProfile
+from infer.config.engine import PluginsSection
 from infer.engine.step import SamplingSpec, StepResult
+from infer.plugins.artifact_field import TapFacts
+from infer.plugins.manager import build_registry
 from infer.testing.tiny_models import make_checkpoint, random_transformers_model
 from unit.engine.worker.capture_driver import (
     BLOCK,
@@ -385,3 +390,78 @@ def test_capture_changes_no_token(paths: dict[str, Path]) -> None:
     on, off = tokens({"routed_experts": True}, 1), tokens({}, None)
     assert [result.token_ids for result in on] == [result.token_ids for result in off]
     assert all(result.aux == {} and result.aux_refused == [] for result in off)
+
+
+# -- a field of a plugin ---------------------------------------------------------------------------------------------
+
+
+class BestExpert:
+    """The first choice of every router, as int32: another reading of the same tap."""
+
+    def __init__(self, facts: TapFacts) -> None:
+        shape = (len(facts.routed_layers),)
+        self._profile = CaptureProfile(
+            name="best_expert", dtype="int32", row_shape=shape, model_identity=facts.model_identity
+        )
+
+    def profile(self) -> CaptureProfile:
+        return self._profile
+
+    def select(self, tap: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        if (tokens >= 8).any():
+            raise ValueError("planted")
+        out.copy_(tap[:, :, 0].index_select(1, tokens).T)
+
+    def encode(self, rows: bytes, count: int) -> bytes:
+        return rows
+
+    def decode(self, data: bytes, count: int) -> bytes:
+        return data
+
+
+class WithBestExpert:
+    """A registry in which somebody's plugin declares it."""
+
+    def __init__(self) -> None:
+        self.inner = build_registry(PluginsSection())
+
+    def specs(self, kind: Any) -> Any:
+        return self.inner.specs(kind)
+
+    def get(self, kind: Any, name: str) -> Any:
+        if name == "best_expert":
+            return dataclasses.replace(self.inner.get("artifact_field", MOE_ROUTES), name=name)
+        return self.inner.get(kind, name)
+
+    def create(self, kind: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        return BestExpert(*args) if name == "best_expert" else self.inner.create(kind, name, *args, **kwargs)
+
+
+@pytest.mark.row("X-AUX-KINDS", "a further kind is a small adapter; nothing of the life of a row changes")
+def test_a_field_of_a_plugin_rides_along(paths: dict[str, Path]) -> None:
+    """Prompt, prefix hit and answer; an error of the plugin costs its rows alone."""
+    registry: Any = WithBestExpert()
+    capture = {"routed_experts": True, "fields": ["best_expert"]}
+    driver = Driver(paths["moe"], registry=registry, capture=capture)
+    fields, known = (MOE_ROUTES, "best_expert"), kv_hashes(A)
+    ids = A[:8]
+    first = driver.step(
+        [(0, 0, 8, 1)], [driver.admission(0, ids)], aux(begins=[begin(1, 0, fields=fields)], hashes=[(1, known)])
+    )
+    same(driver.rows(first.aux[0], "best_expert"), driver.expected(0, 0, 8)[:, :, 0])
+    tables = [table[0].tolist()[:1] for table in driver.runner._batch._tables]
+    hit = driver.step(
+        [(1, 4, 4, 1)],
+        [driver.admission(1, ids, shared=tables)],
+        aux(begins=[begin(2, 1, 4, 0, known, fields=("best_expert",))]),
+    )
+    assert (hit.aux[0].num_cached, list(hit.aux[0].data)) == (4, ["best_expert"])
+    same(driver.rows(hit.aux[0], "best_expert"), driver.expected(0, 0, 8)[:, :, 0])
+    failed = driver.step(
+        [(2, 0, 10, 1), (0, 8, 1, 1)],
+        [driver.admission(2, A)],
+        aux(begins=[begin(3, 2, fields=("best_expert",))]),
+    )
+    assert failed.aux[0].error == "best_expert could not be captured: ValueError: planted"
+    assert [len(token_ids) for token_ids in failed.token_ids] == [1, 1]
+    driver.runner.close()
