@@ -56,6 +56,9 @@ def check_request(request: ArtifactRequest, bounds: GenerationBounds) -> None:
     """What this engine can capture. Raises `ArtifactRefusedError`."""
     if request.format != FORMAT:
         raise _unsupported(f"only {FORMAT} is supported")
+    contents: object = request.contents  # of an in-process caller: nothing was parsed
+    if not isinstance(contents, tuple | list) or not all(isinstance(entry, str) for entry in contents):
+        raise ArtifactRefusedError("contents must be an array of strings", code="artifact_invalid_request")
     if len(set(request.contents)) != len(request.contents):
         raise ArtifactRefusedError("contents must not contain duplicates", code="artifact_invalid_request")
     unknown = sorted(set(request.contents) - set(KNOWN_CONTENTS))

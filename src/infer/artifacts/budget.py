@@ -11,7 +11,8 @@ import anyio
 @dataclass(slots=True, eq=False)
 class _Waiter:
     amount: int
-    granted: anyio.Event = field(default_factory=anyio.Event)
+    granted: bool = False
+    done: anyio.Event = field(default_factory=anyio.Event)
 
 
 class ByteBudget:
@@ -21,10 +22,11 @@ class ByteBudget:
         self.total = total
         self.reserved = 0
         self._line: deque[_Waiter] = deque()
+        self._closed = False
 
     async def acquire(self, amount: int, seconds: float) -> bool:
-        """Reserve, waiting at most `seconds`. False: no room came free. A cancelled wait reserves nothing."""
-        if amount > self.total:
+        """Reserve, waiting at most `seconds`. False: no room came free, or never will. A cancelled wait reserves nothing."""
+        if amount > self.total or self._closed:
             return False
         if not self._line and self.reserved + amount <= self.total:
             self.reserved += amount
@@ -33,26 +35,33 @@ class ByteBudget:
         self._line.append(waiter)
         try:
             with anyio.move_on_after(seconds):
-                await waiter.granted.wait()
+                await waiter.done.wait()
         except BaseException:
             self._leave(waiter, give_back=True)
             raise
         self._leave(waiter, give_back=False)
-        return waiter.granted.is_set()
+        return waiter.granted
+
+    def close(self) -> None:
+        """Nobody waits any more, and nobody is let in."""
+        self._closed = True
+        for waiter in self._line:
+            waiter.done.set()
 
     def release(self, amount: int) -> None:
         self.reserved -= amount
         self._serve()
 
     def _leave(self, waiter: _Waiter, *, give_back: bool) -> None:
-        if not waiter.granted.is_set():
+        if not waiter.granted:
             self._line.remove(waiter)
             self._serve()  # it may have held up smaller ones
         elif give_back:
             self.release(waiter.amount)
 
     def _serve(self) -> None:
-        while self._line and self.reserved + self._line[0].amount <= self.total:
+        while self._line and not self._closed and self.reserved + self._line[0].amount <= self.total:
             waiter = self._line.popleft()
             self.reserved += waiter.amount
-            waiter.granted.set()
+            waiter.granted = True
+            waiter.done.set()

@@ -44,6 +44,8 @@ class _SinkStorage:
 def resolve_destination(request: ArtifactRequest, settings: ArtifactsSection, registry: Registry) -> Destination:
     """Every rule of the target. Raises `ArtifactRefusedError` (artifact_target_rejected) with a fixed message."""
     if isinstance(request.target, SinkTarget):
+        if type(request.target.max_bytes) is not int or not callable(request.target.sink):
+            raise _rejected("a sink needs a function and an integer max_bytes")
         sink = _SinkStorage(request.target)
         return Destination(sink, request.target.max_bytes, sink.object_id)
     try:

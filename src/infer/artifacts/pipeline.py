@@ -106,6 +106,7 @@ class ArtifactPipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._closing = True
+        self._budget.close()
         try:
             if self.statistics.running or self._queue:
                 with anyio.move_on_after(self.settings.drain_timeout_seconds):

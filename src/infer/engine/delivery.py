@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Self
 from infer.artifacts.admission import GenerationBounds
 from infer.artifacts.pipeline import ArtifactPipeline
 from infer.artifacts.receipt import ArtifactReceipt
-from infer.artifacts.request import ArtifactRequest
+from infer.artifacts.request import ArtifactRequest, Target
 from infer.artifacts.router_layout import RouterLayout
 from infer.artifacts.ticket import Ticket
 from infer.config.capture import MOE_ROUTES, CaptureProfile
 from infer.engine.aux.rows import RequestRows
-from infer.errors import EngineError, InvalidRequestError, shown
+from infer.errors import EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
     from infer.config.artifacts import ArtifactsSection
@@ -80,9 +80,9 @@ class Deliveries:
             expected_seconds=expected_seconds(self._metrics, admitted.max_tokens),
             request_id=request_id,
         )
+        ticket = None if artifact is None else await self.pipeline.admit(artifact, bounds)
         in_artifact = artifact is not None and MOE_ROUTES in artifact.contents
         profiles = self._profiles if inline or in_artifact else ()
-        ticket = None if artifact is None else await self.pipeline.admit(artifact, bounds)
         delivery = Delivery(self.pipeline, bounds, ticket, profiles)
         if inline and not in_artifact:  # the rows of an artifact were admitted with it
             try:
@@ -188,11 +188,27 @@ def taken_rows(request: Request, num_output: int) -> dict[str, CapturedRows]:
 
 def check_artifact(artifact: object) -> ArtifactRequest | None:
     """The argument `artifact`."""
-    if artifact is None or isinstance(artifact, ArtifactRequest):
-        return artifact
+    if artifact is None:
+        return None
+    if isinstance(artifact, ArtifactRequest):
+        if isinstance(artifact.target, Target):
+            return artifact
+        raise InvalidRequestError(
+            f"artifact.target is {type(artifact.target).__name__}; give a PresignedTarget, ManagedTarget or SinkTarget",
+            parameter="artifact",
+            value=None,  # it may be a grant in another form
+        )
     raise InvalidRequestError(
-        f"artifact={shown(artifact)} is not an infer.artifacts.ArtifactRequest", parameter="artifact", value=artifact
+        f"artifact is {type(artifact).__name__}; give an infer.artifacts.ArtifactRequest",
+        parameter="artifact",
+        value=None,
     )
+
+
+def wants_logprobs(artifact: ArtifactRequest | None) -> bool:
+    """Asked before anything was checked."""
+    contents: object = () if artifact is None else artifact.contents
+    return isinstance(contents, tuple | list) and SELECTED_LOGPROBS in contents
 
 
 def expected_seconds(metrics: EngineMetrics, max_tokens: int) -> float:

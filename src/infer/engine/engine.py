@@ -30,7 +30,7 @@ from infer.engine.admission import (
     refuse_unavailable,
 )
 from infer.engine.blocking import BlockingEngine
-from infer.engine.delivery import SELECTED_LOGPROBS, Deliveries, check_artifact
+from infer.engine.delivery import Deliveries, check_artifact, wants_logprobs
 from infer.engine.home import Home
 from infer.engine.many import at_most
 from infer.engine.metrics import EngineMetrics
@@ -342,7 +342,7 @@ class Engine:
             wanted = check_artifact(artifact)
             limit = deadline_at(deadline, called_at)
             check_scheduling(priority, cache_salt)
-            private = wanted is not None and SELECTED_LOGPROBS in wanted.contents
+            private = wants_logprobs(wanted)
             admitted = await self._admission.admit(prompt, params, tools, private_logprobs=private)
             parts = self._serving_parts()
             name = self._new_name() if request_id is None else check_name(request_id, self._requests)
