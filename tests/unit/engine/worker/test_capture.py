@@ -15,6 +15,7 @@ import torch
 from infer.config.capture import CaptureProfile
 from infer.config.engine import PluginsSection
 from infer.engine.step import SamplingSpec, StepResult
+from infer.engine.worker.block_store import MissingBlockError
 from infer.plugins.artifact_field import TapFacts
 from infer.plugins.manager import build_registry
 from infer.testing.tiny_models import make_checkpoint, random_transformers_model
@@ -225,6 +226,16 @@ def test_rows_carry_their_weight_version_and_mixed_blocks_are_not_shared(driver:
     stale = driver.step([(1, 4, 1, 1)], new, aux(3, begins=[begin(2, 1, 4, 0, known)]))
     assert stale.aux[0].error is not None and "rows of the reused prompt are lost" in stale.aux[0].error
     assert stale.aux[0].count == 0 and len(stale.token_ids[0]) == 1
+
+
+def test_a_block_keeps_the_version_of_its_rows_when_its_hash_comes_after_a_commit(driver: Driver) -> None:
+    driver.step([(0, 0, 8, 1)], [driver.admission(0, A[:8])], aux(begins=[begin(1, 0)]))
+    driver.step([], aux=aux(5, hashes=[(1, kv_hashes(A))]))
+    capture: Any = driver.runner._capture
+    store, key = capture._stores[MOE_ROUTES], capture._key
+    assert len(store.read([key(MOE_ROUTES, kv_hash, 0) for kv_hash in kv_hashes(A)])) == 2
+    with pytest.raises(MissingBlockError):
+        store.read([key(MOE_ROUTES, kv_hashes(A)[0], 5)])
 
 
 @pytest.mark.row("X-AUX", "a request whose rows cannot be complete fails closed with a reason, its tokens go on")
