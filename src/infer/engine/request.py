@@ -68,6 +68,7 @@ class Request:
         "stop_reason",
         "token_ids",
         "versions",
+        "weight_version",
     )
 
     def __init__(
@@ -123,6 +124,8 @@ class Request:
         """Captured rows, of a request that asked for some; each sibling has its own (`RequestRows.sibling`)."""
         self.capture_id = -1
         """Of the stay in a slot in which they are captured."""
+        self.weight_version = -1
+        """Of the last token; -1 before the first."""
         self.versions: list[tuple[int, int]] = []
         """(output token, weight version): under which version it and those behind it were sampled."""
         self.blocks = RequestBlocks()
@@ -187,7 +190,8 @@ class Request:
 
     def accept(self, token_ids: Sequence[int], weight_version: int = 0) -> int:
         """Append the ids of one step up to the first that ends the request; returns how many were kept."""
-        if token_ids and (not self.versions or self.versions[-1][1] != weight_version):
+        if weight_version != self.weight_version and token_ids:
+            self.weight_version = weight_version
             self.versions.append((self.num_output, weight_version))
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)

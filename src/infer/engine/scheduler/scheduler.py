@@ -108,7 +108,10 @@ class Scheduler:
         draft = StepDraft(self._step_id, self.config.max_num_batched_tokens)
         self._schedule_running(draft)
         for request in draft.requests:
-            self._computed(request)
+            self.kv.computed(request)
+        if self.aux is not None:
+            for request in draft.requests:
+                self.aux.computed(request)
         if not draft.preempted:
             self._schedule_waiting(draft)
         self._start_siblings(draft)
@@ -184,7 +187,9 @@ class Scheduler:
             self.waiting.discard(request)
             self._start(request, hit.num_tokens, draft)
             draft.add(request, count)
-            self._computed(request)
+            self.kv.computed(request)
+            if self.aux is not None:
+                self.aux.computed(request)
             if count < remaining:
                 partial.append(request)
 
@@ -219,11 +224,6 @@ class Scheduler:
                 block_ids=tuple(list(table) for table in request.blocks.tables),
             )
         )
-
-    def _computed(self, request: Request) -> None:
-        self.kv.computed(request)
-        if self.aux is not None:
-            self.aux.computed(request)
 
     def _chunk_limit(self, remaining: int) -> int:
         """Longest chunk of a prompt in one step: the threshold counts only while others want to run."""
