@@ -222,8 +222,9 @@ async def _stream(
         choice = writer.delta(delta)
         if choice is None:
             continue
-        extra: dict[str, Any] = blank | artifact.chunk_keys(stream, delta)
+        extra: dict[str, Any] = dict(blank)
         if delta.finish_reason is not None:
+            extra |= artifact.chunk_keys(stream, delta)
             ended = stream.choice(delta.choice_index)
             choice |= await vllm_routes(call.context.engine, stream.prompt_token_ids, ended)
         if every_usage:
