@@ -159,8 +159,10 @@ class AuxCoordinator:
 
     def end_step(self) -> tuple[AuxPlan | None, list[Key]]:
         """What the plan carries, and the objects that come into being with it, should its step fail."""
+        size = self._block_size
         for capture in self._live.values():
-            self.computed(capture.request)  # a hash can become known after its block was computed
+            if capture.request.num_computed >= (capture.num_sent + 1) * size:
+                self.computed(capture.request)  # a hash can become known after its block was computed
         if not (self._live or self._ends or self.retained.has_changes()):
             return None, []
         retain, release, discard = self.retained.take_changes()
@@ -220,7 +222,10 @@ class AuxCoordinator:
     def _next_hashes(self, capture: _Capture) -> list[bytes]:
         """Hashes of full blocks of known tokens that the worker does not have yet; their objects become shareable."""
         request = capture.request
-        num_blocks = min(request.num_computed, len(request.token_ids)) // self._block_size
+        size = self._block_size
+        if request.num_computed < (capture.num_sent + 1) * size:
+            return []
+        num_blocks = min(request.num_computed, len(request.token_ids)) // size
         if capture.max_blocks is not None:
             num_blocks = min(num_blocks, capture.max_blocks)
         if num_blocks <= capture.num_sent or not capture.trusted:

@@ -25,10 +25,10 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" e
 class _Segment:
     """Rows of consecutive positions from `start` on, of every field, filled in order. Siblings may share one."""
 
-    __slots__ = ("buffers", "capacity", "cursor", "profiles", "start", "status", "versions")
+    __slots__ = ("buffers", "capacity", "cursor", "row_bytes", "start", "status", "versions")
 
-    def __init__(self, profiles: tuple[CaptureProfile, ...], start: int, capacity: int) -> None:
-        self.profiles = profiles
+    def __init__(self, row_bytes: dict[str, int], start: int, capacity: int) -> None:
+        self.row_bytes = row_bytes
         self.start = start
         self.capacity = capacity
         self.cursor = start
@@ -40,40 +40,42 @@ class _Segment:
 
     @property
     def nbytes(self) -> int:
-        return self.capacity * sum(profile.row_bytes for profile in self.profiles)
+        return self.capacity * sum(self.row_bytes.values())
 
     def append(self, piece: AuxRows, end: int, recomputed_until: int) -> None:
         """Take the piece's rows from the cursor up to position `end`."""
         skip, count = self.cursor - piece.start, end - self.cursor
         if count <= 0:
             return
-        for profile in self.profiles:
-            size = profile.row_bytes
-            buffer = self.buffers.get(profile.name) or self._allocate(profile)
+        for name, size in self.row_bytes.items():
+            buffer = self.buffers.get(name) or self._allocate(name)
             at = (self.cursor - self.start) * size
-            buffer[at : at + count * size] = memoryview(piece.data[profile.name])[skip * size : (skip + count) * size]
+            data = piece.data[name]
+            buffer[at : at + count * size] = (
+                data if count == piece.count else memoryview(data)[skip * size : (skip + count) * size]
+            )
         cached = min(count, max(0, piece.num_cached - skip))
         recomputed = min(count - cached, max(0, recomputed_until - self.cursor - cached))
-        self.status += bytes([CACHED]) * cached + bytes([RECOMPUTED]) * recomputed
+        if cached or recomputed:
+            self.status += bytes([CACHED]) * cached + bytes([RECOMPUTED]) * recomputed
         self.status += bytes(count - cached - recomputed)
-        self.versions = _joined([*self.versions, *_cut(piece.versions, skip, skip + count)])
+        _extend(self.versions, _cut(piece.versions, skip, skip + count))
         self.cursor = end
 
     def view(self, name: str, end: int) -> memoryview:
         """The rows of a field up to position `end`."""
-        size = next(profile.row_bytes for profile in self.profiles if profile.name == name)
         buffer = self.buffers.get(name)
         if buffer is None or end <= self.start:
             return memoryview(b"")
-        return memoryview(buffer).toreadonly()[: (end - self.start) * size]
+        return memoryview(buffer).toreadonly()[: (end - self.start) * self.row_bytes[name]]
 
-    def _allocate(self, profile: CaptureProfile) -> mmap.mmap:
+    def _allocate(self, name: str) -> mmap.mmap:
         """Room for every row there can be: address space only, a page costs memory when it is written."""
-        size = self.capacity * profile.row_bytes
+        size = self.capacity * self.row_bytes[name]
         buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page would cost 2 MiB for the first row
             buffer.madvise(mmap.MADV_NOHUGEPAGE)
-        self.buffers[profile.name] = buffer
+        self.buffers[name] = buffer
         return buffer
 
 
@@ -101,11 +103,12 @@ class RequestRows:
         self._trimmed: int | None = None
         self._shared: _Segment | None = None
         """Of a sibling: where the rows of the prompt are (only those are its own, too)."""
-        self._own: _Segment | None = _Segment(self.profiles, start, prompt_len + max_tokens - 1 - start)
+        self._row_bytes = {profile.name: profile.row_bytes for profile in self.profiles}
+        self._own: _Segment | None = _Segment(self._row_bytes, start, prompt_len + max_tokens - 1 - start)
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return tuple(profile.name for profile in self.profiles)
+        return tuple(self._row_bytes)
 
     @property
     def cursor(self) -> int:
@@ -128,7 +131,7 @@ class RequestRows:
         """Rows of another choice of the same prompt: the prompt's rows are stored once, whoever brings them first."""
         other = RequestRows(self.profiles, prompt_len=self.prompt_len, max_tokens=self.max_tokens, start=self.start)
         other._shared = self._shared or self._own
-        other._own = _Segment(self.profiles, self.prompt_len, self.max_tokens - 1)
+        other._own = _Segment(self._row_bytes, self.prompt_len, self.max_tokens - 1)
         other.failure = self.failure
         return other
 
@@ -201,7 +204,9 @@ class RequestRows:
             for segment, end in self._parts(self.start + self.count)
             for span in _cut(segment.versions, 0, end - segment.start)
         ]
-        return tuple(_joined(spans))
+        joined: list[tuple[int, int]] = []
+        _extend(joined, spans)
+        return tuple(joined)
 
     def release(self) -> None:
         """Give up the rows. Memory goes when no view of it is left."""
@@ -241,14 +246,15 @@ class RequestRows:
             return piece.error
         if piece.start < 0 or piece.count < 0 or not 0 <= piece.num_cached <= piece.count:
             return f"{piece.count} rows from position {piece.start}, {piece.num_cached} of them cached: not possible"
-        if sum(rows for rows, _ in piece.versions) != piece.count:
+        covered = piece.versions[0][0] if len(piece.versions) == 1 else sum(rows for rows, _ in piece.versions)
+        if covered != piece.count:
             return f"weight versions {piece.versions} do not cover {piece.count} rows"
-        for profile in self.profiles:
-            data = piece.data.get(profile.name)
+        for name, size in self._row_bytes.items():
+            data = piece.data.get(name)
             if data is None:
-                return f"no rows of {profile.name} came"
-            if len(data) != piece.count * profile.row_bytes:
-                return f"{len(data)} bytes are not {piece.count} rows of {profile.name} ({profile.row_bytes} each)"
+                return f"no rows of {name} came"
+            if len(data) != piece.count * size:
+                return f"{len(data)} bytes are not {piece.count} rows of {name} ({size} each)"
         return None
 
 
@@ -263,11 +269,10 @@ def _cut(spans: Iterable[tuple[int, int]], first: int, end: int) -> list[tuple[i
     return out
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for rows, version in spans:
-        if out and out[-1][1] == version:
-            out[-1] = (out[-1][0] + rows, version)
+def _extend(spans: list[tuple[int, int]], more: Iterable[tuple[int, int]]) -> None:
+    """Append (rows, version) spans; neighbours of one version become one."""
+    for rows, version in more:
+        if spans and spans[-1][1] == version:
+            spans[-1] = (spans[-1][0] + rows, version)
         else:
-            out.append((rows, version))
-    return out
+            spans.append((rows, version))
