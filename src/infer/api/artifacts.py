@@ -138,9 +138,9 @@ def handed_on(reply: dict[str, Any], answered: Mapping[str, Any], asked: Mapping
         choice |= {name: source[name] for name in ROUTE_KEYS if name in source}
     place = wanted(asked)
     receipt = answered.get("generation_artifact")
-    if place.request is None and receipt is None:
-        return reply
-    if receipt is None and place.request is not None:
+    if receipt is None:
+        if place.request is None:
+            return reply
         receipt = missing_receipt(place.request.format, place.request.contents).to_json()
     return reply | place.placed(receipt)
 

@@ -211,7 +211,7 @@ class GenerateWriter:
         return reply
 
     def chunk(
-        self, delta: Delta | None, seed: int | None = None, routes: Mapping[str, Any] | None = None, **extra: Any
+        self, delta: Delta | None, seed: int | None = None, routes: dict[str, Any] | None = None, **extra: Any
     ) -> dict[str, Any]:
         choices = [] if delta is None else [self._choice(delta, delta.choice_index, seed) | (routes or {})]
         return {"request_id": self._request_id, "output_mode": self._body.output_mode, "choices": choices, **extra}
