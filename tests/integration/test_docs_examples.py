@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.model
 EXAMPLES = ROOT / "examples"
 
 
-def output_of(example: str, cache: Path, cwd: Path) -> list[str]:
-    done = run([sys.executable, str(EXAMPLES / example)], cache, cwd=cwd)
+def output_of(example: str, cache: Path, cwd: Path, *options: str, timeout: float = 240) -> list[str]:
+    done = run([sys.executable, str(EXAMPLES / example), *options], cache, cwd=cwd, timeout=timeout)
     assert done.returncode == 0, told(done)
     assert "Traceback" not in done.stderr, told(done)
     return done.stdout.splitlines()
@@ -47,6 +48,43 @@ def test_cancellation_and_deadlines(test_cache: Path, tmp_path: Path) -> None:
     assert lines[2].startswith("left after ")
     assert lines[3] == "cancelled: True"
     assert lines[4] == "afterwards: length"
+
+
+SMALL = ("--rollouts", "6", "--replay", "2", "--max-tokens", "8", "--experts", "3", "--sparse-step", "10")
+COUNTED = re.compile(r"(\d+) rollouts, (\d+) tokens sampled; (\d+) of (\d+) prompt tokens came with their routes")
+
+
+@pytest.mark.row("X-REPLAY-TF", "forced routing in transformers' own model gives the recorded log-probabilities")
+def test_rollouts_to_s3(test_cache: Path, tmp_path: Path) -> None:
+    """A few short ones. What is apart beyond the tolerance, or differs from its receipt, ends the script with another code."""
+    lines = output_of("rollouts_to_s3.py", test_cache, tmp_path, *SMALL)
+    counted = COUNTED.match(next(line for line in lines if "prompt tokens" in line))
+    assert counted is not None and counted[1] == "6" and 6 <= int(counted[2]) <= 48
+    assert any(line.startswith("6 objects, ") for line in lines)
+    assert [row[:2] for row in table(lines)] == REPLAYS
+    exact = table(lines)[0]
+    assert float(exact[2]) <= 1e-4 and exact[-1] == "within 0.0001"
+
+
+@pytest.mark.heavy
+@pytest.mark.row("X-REPLAY-TF", "forced routing in transformers' own model gives the recorded log-probabilities")
+def test_64_rollouts_to_s3(test_cache: Path, tmp_path: Path) -> None:
+    """All of them: where bf16 chooses other experts, forcing the recorded ones is what brings the values together."""
+    lines = output_of("rollouts_to_s3.py", test_cache, tmp_path, "--all", timeout=1500)
+    counted = COUNTED.match(next(line for line in lines if "prompt tokens" in line))
+    assert counted is not None and counted[1] == "64" and int(counted[3]) > 0, "no prefix hit among them"
+    exact, _, forced, own = table(lines)
+    assert float(exact[2]) <= 1e-4
+    assert float(own[4].rstrip("%")) > 0, "no near tie in bf16: this shows nothing"
+    assert float(forced[2]) < float(own[2]) and float(forced[3]) < float(own[3])
+
+
+REPLAYS = [[dtype, experts] for dtype in ("float32", "bfloat16") for experts in ("recorded", "its own")]
+
+
+def table(lines: list[str]) -> list[list[str]]:
+    """Cells of the rows that the script draws."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
 
 
 @pytest.mark.anyio

@@ -22,8 +22,8 @@ from infer.artifacts.router_layout import RouterLayout
 from infer.config.artifacts import ArtifactsSection
 from infer.config.engine import PluginsSection
 from infer.plugins import build_registry
+from infer.testing.s3_server import BUCKET, S3Server, s3_server
 from put_server import put_server, stalled
-from s3_server import BUCKET, S3Server, s3_server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.heavy]
 TYPE = "application/octet-stream"

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from infer.config.engine import PluginsSection
+from infer.config.env import read_environment
 from infer.errors import UnsupportedModelError
 from infer.plugins import Registry, build_registry
+from infer.plugins.model_reference import resolve_reference
 from infer.weights.facts import find_gguf, read_model_config
 from infer.weights.opening import open_checkpoint
 
@@ -64,7 +66,7 @@ QWEN3_MOE = Form(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe")
 
 
 def moe_from_dense(
-    source: Path,
+    source: str | Path,
     target: Path,
     *,
     num_experts: int = 8,
@@ -75,13 +77,15 @@ def moe_from_dense(
 ) -> Path:
     """Write to `target` (which must not exist) a bf16 checkpoint with the tokenizer of `source`; returns `target`.
 
-    `source` is a checkpoint directory or a GGUF. In every `sparse_step`-th layer the MLP becomes `num_experts` copies
-    of itself plus Gaussian noise of `noise` times each matrix's standard deviation, behind a random router whose
-    weights add up to one: without noise the model computes what the dense one does. Nobody trained the router: routes
-    depend on the token, but some experts are far more popular than others. A Llama becomes a Mixtral, or a Qwen2-MoE
-    when some layers stay dense; a Qwen3 becomes a Qwen3-MoE. Raises `UnsupportedModelError` for others.
+    `source` is a checkpoint directory or a GGUF, or as text any model reference. In every `sparse_step`-th layer the MLP
+    becomes `num_experts` copies of itself plus Gaussian noise of `noise` times each matrix's standard deviation, behind
+    a random router whose weights add up to one: without noise the model computes what the dense one does. Nobody
+    trained the router: routes depend on the token, but some experts are far more popular than others. A Llama becomes
+    a Mixtral, or a Qwen2-MoE when some layers stay dense; a Qwen3 becomes a Qwen3-MoE. Raises `UnsupportedModelError`
+    for others.
     """
     registry = build_registry(PluginsSection(allow=()))
+    source = _fetched(source, registry) if isinstance(source, str) else source
     specs = registry.specs("model")
     config = read_model_config(source, "dense", specs)
     form = _form(config, sparse_step)
@@ -103,6 +107,20 @@ def moe_from_dense(
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     _carry_tokenizer(registry, source, target)
     return target
+
+
+def _fetched(reference: str, registry: Registry) -> Path:
+    """Where a model reference lies on this disk, as for an engine of this process."""
+    mine = read_environment()
+    found = resolve_reference(
+        reference,
+        registry,
+        mine.cache_dir,
+        offline=mine.offline,
+        token=mine.hub_token,
+        progress=lambda report: None,
+    )
+    return found.path
 
 
 def _form(config: ModelConfig, sparse_step: int) -> Form:

