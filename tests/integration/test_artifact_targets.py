@@ -16,10 +16,10 @@ from artifact_samples import independent_read
 from infer import Completion, Engine, SamplingParams
 from infer.artifacts import ArtifactRequest, ManagedTarget, PresignedTarget, open_artifact
 from infer.config.artifacts import ArtifactsSection
+from infer.testing.s3_server import BUCKET, S3Server, s3_server
 from integration.engine_support import engine_config, prompt, write_checkpoint
 from integration.test_route_scenarios import MOE, capturing, rows_of, sequence
 from put_server import put_server
-from s3_server import BUCKET, S3Server, s3_server
 
 pytestmark = pytest.mark.anyio
 EVERYTHING = ("moe_routes", "selected_logprobs")

@@ -226,7 +226,9 @@ class Engine:
         prompt: raw text, token ids, or chat messages. A chat that ends with the assistant's turn is continued.
         priority: smaller runs first (scheduler.policy="priority"). cache_salt: shares prefix-cache blocks with equal
         salts only. deadline: seconds from now; a late request ends with what it has, finish_reason "deadline".
-        Raises on entering: `InvalidRequestError`, `ContextLengthError`, `QueueFullError`, `EngineDeadError`.
+        artifact: store the generation; `result.artifact` says what became of that.
+        Raises on entering: `InvalidRequestError`, `ContextLengthError`, `QueueFullError`, `ArtifactRefusedError`,
+        `EngineDeadError`.
         """
         return self._stream(
             prompt,
