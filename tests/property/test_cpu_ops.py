@@ -126,6 +126,40 @@ def test_angles(tables: dict[int, Ops], positions: list[int], size: int, factor:
     assert torch.equal(cos, torch.cat(alone))
 
 
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(0, 4),
+    DTYPES,
+    st.booleans(),
+    SEEDS,
+)
+def test_rotary(
+    tables: dict[int, Ops], t: int, h: int, k: int, half: int, rest: int, dtype: torch.dtype, apart: bool, seed: int
+) -> None:
+    """A rotation of the plane spanned by dimensions i and i + R; q and k may be pieces of one projection."""
+    size = 2 * half + rest
+    fused = draw(seed, t, h + 2 * k, size, dtype=dtype)
+    q, key = fused[:, :h], fused[:, h : h + k]
+    if apart:
+        q, key = q.clone(), key.clone()
+    angles = draw(seed + 1, t, half, scale=3)
+    rotated = tables[2].rotary(q, key, angles.cos(), angles.sin())
+    for got, source in zip(rotated, (q, key), strict=True):
+        exact = source.double().clone()
+        a, b, c, s = (
+            source[..., :half].double(),
+            source[..., half : 2 * half].double(),
+            angles.cos()[:, None],
+            angles.sin()[:, None],
+        )
+        exact[..., :half], exact[..., half : 2 * half] = a * c - b * s, b * c + a * s
+        close(got, exact, dtype)
+    assert torch.equal(fused[:, h + k :], draw(seed, t, h + 2 * k, size, dtype=dtype)[:, h + k :])
+
+
 @given(cases(max_context=150))
 def test_attention(tables: dict[int, Ops], case: Case) -> None:
     inputs = build(case)

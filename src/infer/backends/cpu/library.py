@@ -36,7 +36,16 @@ class AttentionArgs(ctypes.Structure):
         *[(name, c_void_p) for name in ("q", "k_cache", "v_cache", "out", "query_starts", "seq_lens", "block_table")],
         *[
             (name, c_int64)
-            for name in ("rows", "table_width", "block_size", "heads", "kv_heads", "head_size", "value_size")
+            for name in (
+                "rows",
+                "table_width",
+                "block_size",
+                "heads",
+                "kv_heads",
+                "head_size",
+                "value_size",
+                "q_stride",
+            )
         ],
         ("scale", c_float),
         ("softcap", c_float),

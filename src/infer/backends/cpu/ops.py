@@ -212,7 +212,11 @@ class NativeOps:
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        both = _side_by_side(q, k)
+        if both is None:
+            return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        rotated = self._rotate(both, cos, sin)
+        return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tokens, heads, size = x.shape
@@ -278,7 +282,7 @@ class NativeOps:
     ) -> Tensor:
         tokens, heads, head_size = q.shape
         dtype = q.dtype
-        q = q.to(k_cache.dtype).contiguous()
+        q = _with_dense_rows(q.to(k_cache.dtype))
         out = self._new(q.dtype, tokens, heads, v_cache.shape[3])
         if self._dry:
             return out.to(dtype)
@@ -298,6 +302,7 @@ class NativeOps:
             kv_heads=k_cache.shape[2],
             head_size=head_size,
             value_size=v_cache.shape[3],
+            q_stride=q.stride(0),
             scale=scale,
             softcap=softcap or 0.0,
             window=window or 0,
@@ -335,13 +340,30 @@ class NativeOps:
 def _dtype(*tensors: Tensor) -> int:
     """The library's number of the one dtype that all of them have."""
     first = tensors[0].dtype
-    if first not in DTYPES or any(tensor.dtype != first for tensor in tensors):
+    kind = DTYPES.get(first)
+    for tensor in tensors[1:]:  # a plain loop: this runs a few hundred times a step
+        if tensor.dtype is not first:
+            kind = None
+    if kind is None:
         raise TypeError(f"native kernels take float32 or bfloat16, all of one kind, not {_names(tensors)}")
-    return DTYPES[first]
+    return kind
 
 
 def _names(tensors: Sequence[Tensor]) -> str:
     return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+
+
+def _side_by_side(q: Tensor, k: Tensor) -> Tensor | None:
+    """q and k as one tensor of more heads, where they lie one after the other in each row of a fused projection."""
+    strides = q.stride()
+    if strides != k.stride() or q.dtype != k.dtype or strides[2] != 1 or strides[1] != q.shape[2]:
+        return None
+    if (
+        k.data_ptr() != q.data_ptr() + q.shape[1] * q.shape[2] * q.itemsize
+        or strides[0] < (q.shape[1] + k.shape[1]) * strides[1]
+    ):
+        return None
+    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), strides)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

@@ -34,14 +34,14 @@ void infer_write_kv(int dtype, const void* source, void* cache, const int64_t* s
                     int64_t stride);
 
 struct AttentionArgs {
-    const void* q;         // [T, H, D]
+    const void* q;         // [T, H, D], tokens q_stride elements apart
     const void* k_cache;   // [blocks, block_size, K, D]
     const void* v_cache;   // [blocks, block_size, K, V]
     void* out;             // [T, H, V]
     const int32_t* query_starts;  // [R + 1]
     const int32_t* seq_lens;      // [R]
     const int32_t* block_table;   // [R, table_width]
-    int64_t rows, table_width, block_size, heads, kv_heads, head_size, value_size;
+    int64_t rows, table_width, block_size, heads, kv_heads, head_size, value_size, q_stride;
     float scale, softcap;  // softcap 0: none
     int64_t window;        // 0: none
 };

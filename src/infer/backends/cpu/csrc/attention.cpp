@@ -171,7 +171,7 @@ class Attention {
 
     // Weights of the chunk's keys for one query, and the factor for what the split has summed up before.
     void score(int64_t token, int64_t head, int64_t q, int64_t position, int64_t chunk, int64_t words, Scratch& s) const {
-        const T* query = (const T*)a_.q + (token * a_.heads + head * group_ + q % group_) * a_.head_size;
+        const T* query = (const T*)a_.q + token * a_.q_stride + (head * group_ + q % group_) * a_.head_size;
         if (a_.head_size % Scores<T>::PER_WORD) {  // no model has it
             s.query.assign(words * Scores<T>::PER_WORD * sizeof(T), 0);
             std::memcpy(s.query.data(), query, a_.head_size * sizeof(T));
