@@ -76,7 +76,7 @@ class Capture:
         tail = self.end // self._block_size * self._block_size
         if parent.error is not None:
             self.fail(parent.error)
-        elif tail < max(parent._base, parent.first) or parent.end < self.end:
+        elif tail < parent._base or parent.end < self.end:
             self.fail(f"its parent does not hold rows {tail} to {self.end}")
         else:
             for name in self.row_bytes:
@@ -138,7 +138,6 @@ class Capture:
         for name, size in self.row_bytes.items():
             del self._rows[name][: drop * size]
         self._base += drop
-        self._spans = [(end, version) for end, version in self._spans if end > self._base] or self._spans[-1:]
 
     def _held(self, name: str, start: int, stop: int) -> bytearray:
         size, base = self.row_bytes[name], self._base

@@ -94,14 +94,15 @@ class Driver:
         freed: Sequence[int] = (),
         forks: Sequence[tuple[int, int]] = (),
         copies: Sequence[tuple[int, int, int]] = (),
+        failed: Sequence[int] = (),
     ) -> StepResult:
-        """Rows are (slot, start, count, samples)."""
+        """Rows are (slot, start, count, samples); `failed` are the results that must be errors."""
         self.step_id += 1
         made: StepPlan = plan(rows, admissions, freed, step_id=self.step_id)
         made.aux, made.forks, made.copies = aux, list(forks), list(copies)
         self.calls.clear()
         result = self.runner.execute(made)
-        assert result.errors == {}
+        assert sorted(result.errors) == list(failed)
         if rows:
             self._attribute(rows)
         slots = [slot for slot, *_ in rows] + [slot for _, slot in forks]
