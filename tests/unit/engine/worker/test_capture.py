@@ -228,6 +228,16 @@ def test_rows_carry_their_weight_version_and_mixed_blocks_are_not_shared(driver:
     assert stale.aux[0].count == 0 and len(stale.token_ids[0]) == 1
 
 
+def test_reused_rows_are_those_of_the_version_that_the_hit_was_found_under(driver: Driver) -> None:
+    driver.prefill(0, A, 1)
+    tables = [table[0].tolist()[:2] for table in driver.runner._batch._tables]
+    new = driver.admission(1, A, shared=tables)
+    driver.step([(1, 8, 1, 0)], [new], aux(begins=[begin(2, 1, 8, 2, kv_hashes(A))]))
+    last = driver.step([(1, 9, 1, 1)], aux=aux(4))
+    assert (last.aux[0].num_cached, last.aux[0].versions) == (6, [(7, 0), (1, 4)])
+    same(driver.rows(last.aux[0]), driver.expected(0, 2, 10))
+
+
 def test_a_block_keeps_the_version_of_its_rows_when_its_hash_comes_after_a_commit(driver: Driver) -> None:
     driver.step([(0, 0, 8, 1)], [driver.admission(0, A[:8])], aux(begins=[begin(1, 0)]))
     driver.step([], aux=aux(5, hashes=[(1, kv_hashes(A))]))
