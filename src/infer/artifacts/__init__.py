@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from infer.artifacts.reading import ArtifactReader, FieldSummary
     from infer.artifacts.receipt import ArtifactReceipt
     from infer.artifacts.record import FieldRows, ParentReference, Provenance, WeightSpan
-    from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
+    from infer.artifacts.request import ArtifactParent, ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
     from infer.artifacts.v2.limits import Limits
     from infer.artifacts.verify import VerifyReport, verify_artifact
 
@@ -28,13 +28,14 @@ _HOMES = {
     "reading": ("ArtifactReader", "FieldSummary"),
     "receipt": ("ArtifactReceipt",),
     "record": ("FieldRows", "ParentReference", "Provenance", "WeightSpan"),
-    "request": ("ArtifactRequest", "ManagedTarget", "PresignedTarget", "SinkTarget"),
+    "request": ("ArtifactParent", "ArtifactRequest", "ManagedTarget", "PresignedTarget", "SinkTarget"),
     "v2.limits": ("Limits",),
     "verify": ("VerifyReport", "verify_artifact"),
 }
 
 __all__ = [
     "ArtifactChoice",
+    "ArtifactParent",
     "ArtifactReader",
     "ArtifactReceipt",
     "ArtifactRequest",

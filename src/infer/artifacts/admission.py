@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from infer.artifacts.record import Provenance
 from infer.artifacts.request import ArtifactRequest
 from infer.artifacts.router_layout import RouterLayout
 from infer.artifacts.v1.limits import FORMAT, MAX_MANIFEST_BYTES, align64, encoded_bound, id_width
+from infer.config.capture import CaptureProfile
 from infer.errors import ArtifactRefusedError
 
 KNOWN_CONTENTS = ("moe_routes", "selected_logprobs")
@@ -32,6 +35,21 @@ class GenerationBounds:
     expected_seconds: float = 0.0
     """Estimate of queueing and generation."""
     request_id: str = ""
+    captured: Mapping[str, CaptureProfile] = field(default_factory=dict)
+    """What can be captured here, by field name. This and the following matter to the open format alone."""
+    num_top: int = 0
+    """Alternatives in topk_logprobs."""
+    prompt_logprobs: int | None = None
+    """Alternatives in prompt_logprobs."""
+    num_kept: int = 1
+    """Most tokens of a kept set."""
+    num_forced: int = 0
+    """Leading output tokens that are not sampled."""
+    longest_stop: int = 0
+    """Bytes of the longest stop string."""
+    weight_version: int = 0
+    """In force at admission."""
+    provenance: Provenance = field(default_factory=Provenance)
 
     @property
     def num_tokens(self) -> int:
@@ -55,20 +73,20 @@ class Admitted:
 def check_request(request: ArtifactRequest, bounds: GenerationBounds) -> None:
     """What this engine can capture. Raises `ArtifactRefusedError`."""
     if request.format != FORMAT:
-        raise _unsupported(f"only {FORMAT} is supported")
-    contents: object = request.contents  # of an in-process caller: nothing was parsed
-    if not isinstance(contents, tuple | list) or not all(isinstance(entry, str) for entry in contents):
-        raise ArtifactRefusedError("contents must be an array of strings", code="artifact_invalid_request")
-    if len(set(request.contents)) != len(request.contents):
-        raise ArtifactRefusedError("contents must not contain duplicates", code="artifact_invalid_request")
+        raise refuse_unsupported(f"only {FORMAT} and generation_artifact_v2 are supported")
+    check_contents(request)
+    if request.parent is not None:
+        raise refuse_unsupported(f"{FORMAT} knows no parent; generation_artifact_v2 does")
     unknown = sorted(set(request.contents) - set(KNOWN_CONTENTS))
     if unknown:
-        raise _unsupported(f"contents entry {unknown[0][:64]!r} is not supported; {', '.join(KNOWN_CONTENTS)} are")
+        raise refuse_unsupported(
+            f"contents entry {unknown[0][:64]!r} is not supported; {', '.join(KNOWN_CONTENTS)} are"
+        )
     if request.codec != "zstd":
-        raise _unsupported("codec must be the string 'zstd'")
+        raise refuse_unsupported("codec must be the string 'zstd'")
     if "moe_routes" in request.contents:
         if bounds.router_layout is None:
-            raise _unsupported(
+            raise refuse_unsupported(
                 "moe_routes needs capture.routed_experts to be on and a model with mixture-of-experts layers"
             )
         if not 0 <= bounds.route_start <= bounds.prompt_tokens:
@@ -77,16 +95,34 @@ def check_request(request: ArtifactRequest, bounds: GenerationBounds) -> None:
                 f"({bounds.prompt_tokens}) nor be negative",
                 code="artifact_invalid_request",
             )
-    if "selected_logprobs" in request.contents and bounds.explicit_logprob_ids:
-        raise _unsupported("selected_logprobs cannot be combined with logprob_token_ids")
-    if "selected_logprobs" in request.contents and bounds.logprobs_mode in ("raw_logits", "processed_logits"):
-        raise _unsupported(
-            f"selected_logprobs are log-probabilities; logprobs_mode={bounds.logprobs_mode!r} gives logits"
-        )
+    if "selected_logprobs" in request.contents:
+        check_true_logprobs("selected_logprobs", bounds)
+    check_lengths(bounds)
+
+
+def check_contents(request: ArtifactRequest) -> None:
+    """Names, each once. Raises `ArtifactRefusedError`."""
+    contents: object = request.contents  # of an in-process caller: nothing was parsed
+    if not isinstance(contents, tuple | list) or not all(isinstance(entry, str) for entry in contents):
+        raise ArtifactRefusedError("contents must be an array of strings", code="artifact_invalid_request")
+    if len(set(request.contents)) != len(request.contents):
+        raise ArtifactRefusedError("contents must not contain duplicates", code="artifact_invalid_request")
+
+
+def check_true_logprobs(name: str, bounds: GenerationBounds) -> None:
+    """A field of log-probabilities can hold nothing else. Raises `ArtifactRefusedError`."""
+    if bounds.explicit_logprob_ids:
+        raise refuse_unsupported(f"{name} cannot be combined with logprob_token_ids")
+    if bounds.logprobs_mode in ("raw_logits", "processed_logits"):
+        raise refuse_unsupported(f"{name} are log-probabilities; logprobs_mode={bounds.logprobs_mode!r} gives logits")
+
+
+def check_lengths(bounds: GenerationBounds) -> None:
+    """Raises `ArtifactRefusedError`."""
     if not bounds.has_token_ids or bounds.prompt_tokens < 1:
-        raise _unsupported("generation artifacts require token ids")
+        raise refuse_unsupported("generation artifacts require token ids")
     if bounds.max_tokens < 1 or bounds.num_choices < 1:
-        raise _unsupported("a generation artifact needs at least one choice of at least one token")
+        raise refuse_unsupported("a generation artifact needs at least one choice of at least one token")
 
 
 def admit(request: ArtifactRequest, bounds: GenerationBounds, max_decoded: int, max_object: int) -> Admitted:
@@ -95,16 +131,16 @@ def admit(request: ArtifactRequest, bounds: GenerationBounds, max_decoded: int, 
     payload = payload_bytes(request.contents, bounds.prompt_tokens, bounds.max_tokens, layout) * bounds.num_choices
     if payload > max_decoded:
         longest = longest_sequence(request.contents, bounds, max_decoded)
-        raise _limit(
+        raise refuse_limit(
             f"the artifact may take {payload} bytes and exceeds the decoded byte limit of {max_decoded}; with these "
             f"contents and {bounds.num_choices} choices a sequence may have at most {longest} tokens"
         )
     manifest = (4096 + 24 * (layout.num_routers if layout else 0)) * bounds.num_choices
     if manifest > MAX_MANIFEST_BYTES:
-        raise _limit(f"the manifest may take {manifest} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
+        raise refuse_limit(f"the manifest may take {manifest} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
     encoded = encoded_bound(manifest, payload)
     if encoded > max_object:
-        raise _limit(f"the artifact may exceed target max_bytes: up to {encoded} bytes for {max_object}")
+        raise refuse_limit(f"the artifact may exceed target max_bytes: up to {encoded} bytes for {max_object}")
     return Admitted(payload, encoded)
 
 
@@ -139,9 +175,9 @@ def smallest_target() -> int:
     return encoded_bound(align64(4096), 16)
 
 
-def _unsupported(message: str) -> ArtifactRefusedError:
+def refuse_unsupported(message: str) -> ArtifactRefusedError:
     return ArtifactRefusedError(message, code="artifact_unsupported")
 
 
-def _limit(message: str) -> ArtifactRefusedError:
+def refuse_limit(message: str) -> ArtifactRefusedError:
     return ArtifactRefusedError(message, code="artifact_limit_exceeded")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
+from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
 from infer.config.artifacts import PROFILE_NAME, ArtifactsSection, check_object_key
 from infer.errors import ArtifactRefusedError, StorageError, UnknownPluginError
 from infer.plugins.registry import Registry
@@ -51,7 +52,8 @@ def resolve_destination(request: ArtifactRequest, settings: ArtifactsSection, re
     try:
         if isinstance(request.target, PresignedTarget):
             return _presigned(request.target, settings, registry)
-        return _managed(request.target, settings, registry)
+        limit = settings.v2_max_bytes if request.format == FORMAT_V2 else settings.max_bytes
+        return _managed(request.target, settings, registry, limit)
     except StorageError as error:
         raise _rejected(str(error)) from None
 
@@ -73,7 +75,7 @@ def _presigned(grant: PresignedTarget, settings: ArtifactsSection, registry: Reg
     return Destination(target, grant.max_bytes, grant.object_id.strip(), expires)
 
 
-def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registry) -> Destination:
+def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registry, max_bytes: int) -> Destination:
     if not settings.enable_managed_fsspec:
         raise _rejected("managed artifact targets are not enabled")
     if not isinstance(named.profile, str) or not PROFILE_NAME.fullmatch(named.profile):
@@ -100,7 +102,7 @@ def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registr
         target: StorageTarget = registry.create("storage_target", names[0], f"{profile.url.rstrip('/')}/{key}", options)
     except UnknownPluginError:
         raise _rejected("the profile's scheme is not allowed") from None
-    return Destination(target, settings.max_bytes, f"{named.profile}:{key}")
+    return Destination(target, max_bytes, f"{named.profile}:{key}")
 
 
 def _rejected(message: str) -> ArtifactRefusedError:

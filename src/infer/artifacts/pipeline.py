@@ -34,6 +34,9 @@ from infer.artifacts.destination import Destination, resolve_destination
 from infer.artifacts.receipt import SENTENCES, ArtifactReceipt
 from infer.artifacts.request import ArtifactRequest
 from infer.artifacts.ticket import Ticket
+from infer.artifacts.v2.admission import LOGPROBS, admit_v2, check_v2
+from infer.artifacts.v2.capture import OpenCapture
+from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
 from infer.config.artifacts import ArtifactsSection
 from infer.errors import ArtifactError, ArtifactRefusedError, StorageError
 from infer.plugins.registry import Registry
@@ -41,8 +44,11 @@ from infer.plugins.registry import Registry
 if TYPE_CHECKING:
     from infer.artifacts.generation import GenerationArtifact
     from infer.artifacts.v1.encoder import Encoded
+    from infer.artifacts.v2.writer import EncodedV2
 
 CLOSE_SECONDS = 5.0
+_OPEN_FACTS = ("header_sha256", "header_bytes", "raw_bytes", "field_sha256")
+"""Of a receipt, in the open format."""
 _NEVER = float("inf")
 logger = logging.getLogger("infer.artifacts")
 
@@ -70,11 +76,11 @@ class _Job:
     """One artifact on its way out."""
 
     ticket: Ticket
-    source: Capture | GenerationArtifact
+    source: Capture | OpenCapture | GenerationArtifact
     destination: Destination
     started: anyio.Event = field(default_factory=anyio.Event)
     done: anyio.Event = field(default_factory=anyio.Event)
-    encoded: Encoded | None = None
+    encoded: Encoded | EncodedV2 | None = None
     writing: bool = False
     receipt: ArtifactReceipt | None = None
 
@@ -130,9 +136,13 @@ class ArtifactPipeline:
         try:
             if self._closing or self._tasks is None:
                 raise ArtifactRefusedError("artifacts are closed", code="artifact_capacity_exhausted", retry_after=1.0)
-            check_request(request, bounds)
+            is_open = request.format == FORMAT_V2
+            (check_v2 if is_open else check_request)(request, bounds)
             destination = resolve_destination(request, self.settings, self._registry)
-            admitted = admit(request, bounds, self.settings.max_decoded_bytes, destination.max_bytes)
+            if is_open:
+                admitted = admit_v2(request, bounds, self.settings.v2_max_decoded_bytes, destination.max_bytes)
+            else:
+                admitted = admit(request, bounds, self.settings.max_decoded_bytes, destination.max_bytes)
             self._check_expiry(request, bounds, destination)
             await self.reserve(admitted.reserved_bytes)
         except ArtifactRefusedError as error:
@@ -147,6 +157,8 @@ class ArtifactPipeline:
         shown = {
             "max_decoded_bytes": section.max_decoded_bytes,
             "max_managed_bytes": section.max_bytes,
+            "v2_max_decoded_bytes": section.v2_max_decoded_bytes,
+            "v2_max_managed_bytes": section.v2_max_bytes,
             "process_bytes": section.process_bytes,
             "smallest_target_bytes": smallest_target(),
         }
@@ -159,7 +171,9 @@ class ArtifactPipeline:
         self._budget.release(amount)
         self.statistics.reserved_bytes = self._budget.reserved
 
-    def fail(self, ticket: Ticket, code: str, encoded: Encoded | None = None, object_id: str = "") -> ArtifactReceipt:
+    def fail(
+        self, ticket: Ticket, code: str, encoded: Encoded | EncodedV2 | None = None, object_id: str = ""
+    ) -> ArtifactReceipt:
         """A failed receipt, counted."""
         if code not in SENTENCES:  # a target of someone else's may raise any code
             code = "artifact_delivery_failed"
@@ -168,7 +182,7 @@ class ArtifactPipeline:
         receipt = _receipt(ticket, "failed", encoded, object_id)
         return replace(receipt, error_code=code)
 
-    async def deliver(self, ticket: Ticket, source: Capture | GenerationArtifact) -> ArtifactReceipt:
+    async def deliver(self, ticket: Ticket, source: Capture | OpenCapture | GenerationArtifact) -> ArtifactReceipt:
         """Wait for a slot, then run to the end whatever becomes of the caller."""
         if self._closing:
             return self.fail(ticket, "artifact_cancelled")
@@ -283,12 +297,18 @@ class ArtifactPipeline:
         self.statistics.ready += 1
         return _receipt(job.ticket, "ready", job.encoded, object_id)
 
-    async def _encode(self, job: _Job) -> Encoded:
+    async def _encode(self, job: _Job) -> Encoded | EncodedV2:
         from infer.artifacts.assembly import encode_source  # noqa: PLC0415  numpy, with the first artifact only
+        from infer.artifacts.v2.assembly import encode_open  # noqa: PLC0415
 
-        begun = time.monotonic()
+        begun, source = time.monotonic(), job.source
         try:
-            return await anyio.to_thread.run_sync(encode_source, job.source, self.settings.max_decoded_bytes)
+            if job.ticket.is_open and not isinstance(source, Capture):
+                request, bounds, most = job.ticket.request, job.ticket.bounds, self.settings.v2_max_decoded_bytes
+                return await anyio.to_thread.run_sync(encode_open, source, request, bounds, most)
+            if isinstance(source, OpenCapture):
+                raise ArtifactError("a capture of the other format", code="artifact_capture_failed")
+            return await anyio.to_thread.run_sync(encode_source, source, self.settings.max_decoded_bytes)
         finally:
             self.statistics.encode_seconds += time.monotonic() - begun
 
@@ -321,7 +341,7 @@ class ArtifactPipeline:
                 logger.warning("closing an artifact target failed: %s", type(error).__name__)
 
 
-def _receipt(ticket: Ticket, state: Any, encoded: Encoded | None, object_id: str) -> ArtifactReceipt:
+def _receipt(ticket: Ticket, state: Any, encoded: Encoded | EncodedV2 | None, object_id: str) -> ArtifactReceipt:
     request, bounds = ticket.request, ticket.bounds
     receipt = ArtifactReceipt(format=request.format, contents=tuple(sorted(request.contents)), state=state)
     if encoded is None:
@@ -334,6 +354,7 @@ def _receipt(ticket: Ticket, state: Any, encoded: Encoded | None, object_id: str
         object_id=object_id,
         body_sha256=encoded.body_sha256,
         completion_token_count=counts[0] if len(counts) == 1 else counts,
-        token_start=bounds.route_start if "moe_routes" in request.contents else None,
-        logprobs_mode=bounds.logprobs_mode if "selected_logprobs" in request.contents else None,
+        token_start=bounds.route_start if {"moe_routes", *bounds.captured} & set(request.contents) else None,
+        logprobs_mode=bounds.logprobs_mode if set(LOGPROBS) & set(request.contents) else None,
+        **{name: getattr(encoded, name) for name in _OPEN_FACTS if hasattr(encoded, name)},
     )

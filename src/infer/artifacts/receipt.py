@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infer.artifacts.request import ArtifactParent
 from infer.errors import ArtifactError
 
 SENTENCES = {
@@ -29,6 +30,10 @@ SENTENCES = {
     "artifact_delivery_failed": "generation artifact delivery failed",
 }
 """Code -> its one fixed sentence."""
+_OPTIONAL = (
+    *("actual_bytes", "sha256", "object_id", "body_sha256", "token_start", "logprobs_mode"),
+    *("header_sha256", "header_bytes", "raw_bytes"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,13 @@ class ArtifactReceipt:
     token_start: int | None = None
     """First token that has a route row."""
     logprobs_mode: str | None = None
+    header_sha256: str | None = None
+    """This and the following: of generation_artifact_v2."""
+    header_bytes: int | None = None
+    raw_bytes: int | None = None
+    """Of all fields before compression."""
+    field_sha256: tuple[tuple[str, str], ...] = ()
+    """(field, digest over the digests of its arrays in the order of the table)."""
 
     @property
     def error(self) -> str | None:
@@ -63,14 +75,32 @@ class ArtifactReceipt:
         made: dict[str, Any] = {"format": self.format, "contents": list(self.contents), "state": self.state}
         if self.state == "failed":
             made |= {"error_code": self.error_code, "error": self.error}
-        for name in ("actual_bytes", "sha256", "object_id", "body_sha256", "token_start", "logprobs_mode"):
+        for name in _OPTIONAL:
             value = getattr(self, name)
             if value is not None:
                 made[name] = value
         count = self.completion_token_count
         if count is not None:
             made["completion_token_count"] = count if isinstance(count, int) else list(count)
+        if self.field_sha256:
+            made["field_sha256"] = dict(self.field_sha256)
         return made
+
+    def as_parent(
+        self, token_count: int, *, choice_index: int = 0, fields: tuple[str, ...] | None = None
+    ) -> ArtifactParent:
+        """For the next turn, whose prompt begins with `token_count` tokens of this artifact. Raises `ArtifactError` unless
+        this is a delivered artifact in the open format."""
+        if self.state != "ready" or self.sha256 is None or self.header_sha256 is None:
+            reason = f"a {self.state} receipt of {self.format} cannot be a parent"
+            raise ArtifactError(reason, code=self.error_code or "artifact_unsupported")
+        return ArtifactParent(
+            sha256=self.sha256,
+            header_sha256=self.header_sha256,
+            token_count=token_count,
+            choice_index=choice_index,
+            fields=fields,
+        )
 
     def raise_if_failed(self) -> None:
         """For strict requests. Raises `ArtifactError` with the receipt's code."""

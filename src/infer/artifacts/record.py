@@ -31,7 +31,10 @@ class Numerics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     """How the numbers were computed; unknown entries are empty."""
 
     mode: Literal["", "invariant", "fast"] = ""
+    platform: str = ""
+    """Which kernels: a platform by its name."""
     kernel_fingerprint: str = ""
+    compute_dtype: str = ""
     weights_dtype: str = ""
     kv_dtype: str = ""
     router_dtype: str = ""

@@ -14,7 +14,8 @@ from infer.errors import ArtifactRefusedError
 
 REDACTED = "[REDACTED]"
 _KEYS = {
-    "request": ({"format", "contents", "delivery"}, {"codec"}),
+    "request": ({"format", "contents", "delivery"}, {"codec", "parent"}),
+    "parent": ({"sha256", "header_sha256", "token_count"}, {"choice_index", "fields"}),
     "delivery": ({"mode", "target"}, set[str]()),
     "presigned_http_put": ({"kind", "url", "expires_at", "max_bytes", "object_id"}, {"required_headers"}),
     "managed_fsspec": ({"kind", "profile", "object_key"}, set[str]()),
@@ -90,6 +91,22 @@ Target = PresignedTarget | ManagedTarget | SinkTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArtifactParent:
+    """The artifact of the turn before (`ArtifactReceipt.as_parent`): the new one stores only rows that this one lacks."""
+
+    sha256: str
+    """Of the whole object, hexadecimal."""
+    header_sha256: str
+    token_count: int
+    """Leading tokens of the prompt that are the parent's."""
+    choice_index: int = 0
+    """Choice of the parent that is continued."""
+    fields: tuple[str, ...] | None = None
+    """Fields whose earlier rows the parent has, `token_ids` among them. None: `token_ids` and every one of `contents` that has
+    rows of prompt tokens; the parent must have the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactRequest:
     """Ask for a generation artifact. Prompt and completion token ids are always written to the object, also when
     `contents` is empty or names only routes or log-probabilities.
@@ -97,13 +114,16 @@ class ArtifactRequest:
 
     target: Target
     contents: tuple[str, ...] = ()
-    """Of "moe_routes" and "selected_logprobs"."""
+    """generation_artifact_v1: of "moe_routes" and "selected_logprobs". generation_artifact_v2: names of fields."""
     format: str = FORMAT
+    """Or "generation_artifact_v2"."""
     codec: Literal["zstd"] = "zstd"
     strict: bool = False
     """Raise when the artifact fails, instead of saying so in the receipt."""
     deliver_on_abort: bool = False
     """Deliver the tokens accepted so far when the request is aborted."""
+    parent: ArtifactParent | None = None
+    """generation_artifact_v2: the artifact of the turn before."""
     refresh: Callable[[], Awaitable[PresignedTarget]] | None = field(default=None, repr=False)
     """In process only: a new grant when the old one has expired by the time of delivery."""
 
@@ -126,12 +146,16 @@ class ArtifactRequest:
             }
         else:
             raise ArtifactRefusedError("a sink exists in this process only", code="artifact_invalid_request")
-        return {
+        made = {
             "format": self.format,
             "contents": list(self.contents),
             "codec": self.codec,
             "delivery": {"mode": "object_store", "target": target},
         }
+        if self.parent is not None:
+            kept = {name: getattr(self.parent, name) for name in self.parent.__dataclass_fields__}
+            made["parent"] = {name: value for name, value in kept.items() if value is not None}
+        return made
 
 
 def parse_request(value: object, *, strict: bool = False) -> ArtifactRequest:
@@ -154,7 +178,8 @@ def parse_request(value: object, *, strict: bool = False) -> ArtifactRequest:
     if delivery["mode"] != "object_store":
         raise _invalid("delivery.mode must be 'object_store'")
     target = _parse_target(delivery["target"])
-    return ArtifactRequest(format=name, contents=entries, codec="zstd", target=target, strict=strict)
+    parent = None if envelope.get("parent") is None else _parse_parent(envelope["parent"])
+    return ArtifactRequest(format=name, contents=entries, codec="zstd", target=target, strict=strict, parent=parent)
 
 
 def find_request(body: Mapping[str, Any]) -> tuple[ArtifactRequest, Literal["nvext", "native"]] | None:
@@ -193,6 +218,17 @@ def redact(value: Any) -> Any:
             headers = target["required_headers"]
             target["required_headers"] = dict.fromkeys(headers, REDACTED) if isinstance(headers, dict) else REDACTED
     return copy
+
+
+def _parse_parent(value: object) -> ArtifactParent:
+    """Its shape; the values are checked at admission."""
+    parent = dict(_object(value, "parent", "parent"))
+    fields = parent.get("fields")
+    if fields is not None:
+        if not isinstance(fields, list):
+            raise _invalid("parent.fields must be an array of strings")
+        parent["fields"] = tuple(_text(entry, "parent.fields") for entry in fields)
+    return ArtifactParent(**parent)
 
 
 def _parse_target(value: object) -> Target:

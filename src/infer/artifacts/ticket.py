@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infer.artifacts.admission import Admitted, GenerationBounds
@@ -11,6 +11,8 @@ from infer.artifacts.capture import Capture
 from infer.artifacts.destination import Destination
 from infer.artifacts.receipt import ArtifactReceipt
 from infer.artifacts.request import ArtifactRequest
+from infer.artifacts.v2.capture import ChoiceEnd, OpenCapture, PositionEntry
+from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
 from infer.errors import ArtifactError
 from infer.types import CapturedRows
 
@@ -39,22 +41,46 @@ class Ticket:
         self.failure: ArtifactError | None = None
         """Why the artifact cannot be complete any more; the tokens flow on."""
         self._pipeline = pipeline
-        self._capture: Capture | None = None
+        self._capture: Capture | OpenCapture | None = None
         self._finished = False
         self.delivering = False
         """Set by the pipeline while it encodes and writes."""
         self._released = False
 
     @property
+    def is_open(self) -> bool:
+        """In the open format."""
+        return self.request.format == FORMAT_V2
+
+    @property
     def capture(self) -> Capture:
-        """Made at first use, so that a caller who brings a finished artifact holds nothing twice."""
+        """Of v1. Made at first use, so that a caller who brings a finished artifact holds nothing twice."""
         if self._capture is None:
             self._capture = Capture(self.request.contents, self.bounds)
+        if not isinstance(self._capture, Capture):
+            raise ArtifactError("this artifact is in the open format", code="artifact_capture_failed")
+        return self._capture
+
+    @property
+    def open_capture(self) -> OpenCapture:
+        """Of the open format."""
+        if self._capture is None:
+            self._capture = OpenCapture(self.request, self.bounds)
+        if not isinstance(self._capture, OpenCapture):
+            raise ArtifactError("this artifact is in format v1", code="artifact_capture_failed")
         return self._capture
 
     def record(self, choice_index: int, **captured: Any) -> None:
-        """`Capture.record`, but a violation marks the artifact as failed and never disturbs the generation."""
-        self._guard(lambda: self.capture.record(choice_index, **captured))
+        """`record` of the capture, but a violation marks the artifact as failed and never disturbs the generation."""
+        self._guard(lambda: (self.open_capture if self.is_open else self.capture).record(choice_index, **captured))
+
+    def record_prompt_logprobs(self, entries: Sequence[PositionEntry]) -> None:
+        """`OpenCapture.record_prompt_logprobs`, guarded in the same way."""
+        self._guard(lambda: self.open_capture.record_prompt_logprobs(entries))
+
+    def end_choice(self, choice_index: int, end: ChoiceEnd) -> None:
+        """`OpenCapture.finish`, guarded in the same way."""
+        self._guard(lambda: self.open_capture.finish(choice_index, end))
 
     def set_routes(self, choice_index: int, rows: CapturedRows) -> None:
         """`Capture.set_routes`, guarded in the same way."""
@@ -74,7 +100,8 @@ class Ticket:
             self.failure = ArtifactError("nothing was captured", code="artifact_capture_failed")
         if self.failure is not None:
             return self._pipeline.fail(self, self.failure.code)
-        return await self._pipeline.deliver(self, self.capture if artifact is None else artifact)
+        captured = self.open_capture if self.is_open else self.capture
+        return await self._pipeline.deliver(self, captured if artifact is None else artifact)
 
     def give_up(self, code: str) -> ArtifactReceipt:
         """Instead of `finish`: nothing can be delivered, for that reason."""

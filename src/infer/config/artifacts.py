@@ -15,6 +15,10 @@ MAX_BYTES = 2**26
 MAX_KEY_BYTES = 1024
 MAX_PROFILES_BYTES = 2**20
 PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+MAX_V2_DECODED = 2**34
+"""What readers of generation_artifact_v2 accept by default."""
+MAX_V2_BYTES = 5 * 2**30 - 1
+"""Largest object that S3 takes in one request."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -124,6 +128,10 @@ class ArtifactsSection(BaseModel):
     """Seconds for a whole managed write."""
     max_decoded_bytes: Annotated[Whole, Field(ge=1, le=MAX_BYTES)] = MAX_BYTES
     """Largest payload of an artifact before compression."""
+    v2_max_bytes: Annotated[Whole, Field(ge=1, le=MAX_V2_BYTES)] = 2**29
+    """The same as max_bytes, for generation_artifact_v2."""
+    v2_max_decoded_bytes: Annotated[Whole, Field(ge=1, le=MAX_V2_DECODED)] = 2**28
+    """The same as max_decoded_bytes, for generation_artifact_v2. A request reserves about twice its size of process_bytes."""
     pipeline_concurrency: Annotated[Whole, Field(gt=0)] = 2
     """Artifacts that are encoded and uploaded at the same time."""
     process_bytes: Annotated[Whole, Field(gt=0)] = 2**30

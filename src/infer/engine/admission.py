@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateOutputs:
+    """What the engine computes for an artifact although the caller is not given it."""
+
+    logprobs: int | None = None
+    """Alternatives beside the chosen token, where the caller names no number; None: not wanted."""
+    prompt_logprobs: bool = False
+    kept_set: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """A request that may run: everything decided, one sampling spec per choice."""
 
@@ -42,6 +52,9 @@ class Admitted:
     """As in force: defaults and seed filled in."""
     defaults: dict[str, Any]
     """Fields that generation_config.json gave."""
+
+
+NOTHING_PRIVATE = PrivateOutputs()
 
 
 class Admission:
@@ -70,11 +83,9 @@ class Admission:
         params: SamplingParams | None,
         tools: Sequence[dict[str, Any]] | None,
         *,
-        private_logprobs: bool = False,
+        private: PrivateOutputs = NOTHING_PRIVATE,
     ) -> Admitted:
-        """`private_logprobs`: the engine computes the chosen tokens' although the caller is not given any.
-
-        Raises `InvalidRequestError` or `ContextLengthError` naming the parameter and the value."""
+        """Raises `InvalidRequestError` or `ContextLengthError` naming the parameter and the value."""
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"params is {type(params).__name__}, not SamplingParams", parameter="params", value=params
@@ -92,7 +103,7 @@ class Admission:
         if not params.ignore_eos:
             for token_id in dict.fromkeys((*self._model.eos_token_ids, *self._tokenizer.eos_token_ids)):
                 stop_ids.setdefault(token_id, None)
-        spec = self._spec(params, stop_ids, params.wants_logprobs or private_logprobs)
+        spec = self._spec(params, stop_ids, private)
         check_feasible(spec, prompt_ids, stop_ids, max_tokens, self._model.vocab_size)
         specs = [spec] + [_choice_spec(spec, index) for index in range(1, params.n)]
         return Admitted(
@@ -177,7 +188,11 @@ class Admission:
                 f"n={params.n} is more than scheduler.max_num_seqs={self._max_num_seqs}", parameter="n", value=params.n
             )
 
-    def _spec(self, params: SamplingParams, stop_ids: dict[int, int | None], logprobs: bool) -> SamplingSpec:
+    def _spec(self, params: SamplingParams, stop_ids: dict[int, int | None], private: PrivateOutputs) -> SamplingSpec:
+        asked = params.logprobs or min(private.logprobs or 0, self._model.vocab_size)
+        prompt_logprobs = params.prompt_logprobs
+        if private.prompt_logprobs and prompt_logprobs is None:
+            prompt_logprobs = 0
         return SamplingSpec(
             seed=params.seed or 0,
             temperature=params.temperature,
@@ -192,11 +207,11 @@ class Admission:
             logit_bias=tuple(sorted(params.logit_bias.items())),
             allowed_token_ids=params.allowed_token_ids,
             bad_words=self._bad_words(params.bad_words),
-            logprobs=(params.logprobs or 0) if logprobs else None,
-            prompt_logprobs=params.prompt_logprobs,
+            logprobs=asked if params.wants_logprobs or private.logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
             logprobs_mode=params.logprobs_mode,
             logprob_token_ids=params.logprob_token_ids or (),
-            return_kept_set=params.return_kept_set,
+            return_kept_set=params.return_kept_set or private.kept_set,
             forced_token_ids=params.forced_token_ids or (),
         )
 

@@ -6,21 +6,33 @@ Runs in the request's task. Part of the facade: the one module of the engine tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import anyio.to_thread
+import msgspec
+
 from infer.artifacts.admission import GenerationBounds
 from infer.artifacts.pipeline import ArtifactPipeline
+from infer.artifacts.provenance import engine_provenance, text_digest, tokenizer_digest, with_sampling
 from infer.artifacts.receipt import ArtifactReceipt
 from infer.artifacts.request import ArtifactRequest, Target
 from infer.artifacts.router_layout import RouterLayout
 from infer.artifacts.ticket import Ticket
+from infer.artifacts.v2.admission import NUM_TOP, first_row, most_kept, wire_name
+from infer.artifacts.v2.capture import ChoiceEnd
+from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
 from infer.config.capture import MOE_ROUTES, CaptureProfile
+from infer.engine.admission import PrivateOutputs
 from infer.engine.aux.rows import RequestRows
 from infer.errors import EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from infer.artifacts.record import Provenance
     from infer.config.artifacts import ArtifactsSection
+    from infer.config.engine import ModelSection
     from infer.engine.admission import Admitted
     from infer.engine.metrics import EngineMetrics, Histogram
     from infer.engine.request import Request
@@ -29,6 +41,10 @@ if TYPE_CHECKING:
     from infer.types import CapturedRows, Choice
 
 SELECTED_LOGPROBS = "selected_logprobs"
+PROMPT_LOGPROBS = "prompt_logprobs"
+KEPT = ("kept_set", "kept_logmass")
+PER_TOKEN = (SELECTED_LOGPROBS, "topk_logprobs", *KEPT)
+"""Contents for which every output token brings something beside its id."""
 LOGPROB_INTERVAL = 256
 """Tokens after which a request whose log-probabilities go to an artifact is read, even if nobody waits for its text: as
 objects they take many times the bytes that were admitted for them."""
@@ -37,11 +53,16 @@ objects they take many times the bytes that were admitted for them."""
 class Deliveries:
     """Admits what requests want delivered. One per engine, entered and left with it: leaving waits for what is on its way."""
 
-    def __init__(self, settings: ArtifactsSection, parts: EngineParts) -> None:
+    def __init__(self, settings: ArtifactsSection, parts: EngineParts, model: ModelSection) -> None:
         self.pipeline = ArtifactPipeline(settings, parts.registry)
-        capture = parts.resolved.capture
-        routes = None if capture is None else capture.profile(MOE_ROUTES)
-        self._profiles = () if routes is None else (routes,)
+        self._parts = parts
+        self._model = model
+        self._provenance: Provenance | None = None
+        profiles = () if parts.resolved.capture is None else parts.resolved.capture.profiles
+        self._captured = {
+            wire_name(one, parts.registry.origin("artifact_field", one.name).distribution): one for one in profiles
+        }
+        routes = self._captured.get(MOE_ROUTES)
         self.layout = (
             None if routes is None else RouterLayout(routes.layer_ids, routes.num_experts, routes.row_shape[1])
         )
@@ -69,6 +90,7 @@ class Deliveries:
                 parameter="return_routed_experts",
                 value=True,
             )
+        is_open = artifact is not None and artifact.format == FORMAT_V2
         bounds = GenerationBounds(
             prompt_tokens=len(admitted.prompt_ids),
             max_tokens=admitted.max_tokens,
@@ -80,10 +102,15 @@ class Deliveries:
             expected_seconds=expected_seconds(self._metrics, admitted.max_tokens),
             request_id=request_id,
         )
+        if artifact is not None and is_open:
+            bounds = await self._open_bounds(artifact, bounds, admitted)
         ticket = None if artifact is None else await self.pipeline.admit(artifact, bounds)
         in_artifact = artifact is not None and MOE_ROUTES in artifact.contents
-        profiles = self._profiles if inline or in_artifact else ()
-        delivery = Delivery(self.pipeline, bounds, ticket, profiles)
+        contents = () if artifact is None else artifact.contents
+        wanted = {name: one for name, one in self._captured.items() if name in contents}
+        if inline:
+            wanted[MOE_ROUTES] = self._captured[MOE_ROUTES]
+        delivery = Delivery(self.pipeline, bounds, ticket, wanted)
         if inline and not in_artifact:  # the rows of an artifact were admitted with it
             try:
                 await delivery.reserve_rows()
@@ -94,6 +121,37 @@ class Deliveries:
             for index in range(params.n):
                 ticket.record(index, prompt_token_ids=admitted.prompt_ids)
         return delivery
+
+    async def _open_bounds(
+        self, artifact: ArtifactRequest, bounds: GenerationBounds, admitted: Admitted
+    ) -> GenerationBounds:
+        """What matters to the open format beside it."""
+        params, vocab_size = admitted.params, self._parts.model.vocab_size
+        bounds = replace(bounds, captured=self._captured)
+        start = bounds.route_start
+        if isinstance(artifact.contents, tuple | list) and not params.return_routed_experts:
+            start = first_row(artifact, bounds, start)
+        return replace(
+            bounds,
+            route_start=start,
+            num_top=params.logprobs or min(NUM_TOP, vocab_size),
+            prompt_logprobs=params.prompt_logprobs or 0,
+            num_kept=most_kept(params, vocab_size),
+            num_forced=len(params.forced_token_ids or ()),
+            longest_stop=max((len(text.encode()) for text in params.stop), default=0),
+            weight_version=self._parts.scheduler.weight_version,
+            provenance=with_sampling(await self._known_provenance(), params, admitted.max_tokens),
+        )
+
+    async def _known_provenance(self) -> Provenance:
+        if self._provenance is None:
+            parts, model = self._parts, self._model
+            path = Path(model.tokenizer) if model.tokenizer else parts.model.path
+            digest = "" if model.skip_tokenizer else await anyio.to_thread.run_sync(tokenizer_digest, path)
+            template = text_digest(model.chat_template or parts.tokenizer.chat_template)
+            known = engine_provenance(parts.model, parts.resolved, template)
+            self._provenance = msgspec.structs.replace(known, tokenizer_digest=digest)
+        return self._provenance
 
     def limits(self) -> dict[str, int]:
         """What is in force, for whoever asks the server."""
@@ -108,12 +166,14 @@ class Delivery:
         pipeline: ArtifactPipeline,
         bounds: GenerationBounds,
         ticket: Ticket | None,
-        profiles: tuple[CaptureProfile, ...],
+        captured: Mapping[str, CaptureProfile],
     ) -> None:
+        """`captured`: fields whose rows are wanted, as artifacts call them."""
         self._pipeline = pipeline
         self._bounds = bounds
         self._ticket = ticket
-        self._profiles = profiles
+        self._captured = captured
+        self._profiles = tuple(captured.values())
         self._contents = () if ticket is None else ticket.request.contents
         self._reserved = 0
 
@@ -124,7 +184,7 @@ class Delivery:
     @property
     def interval(self) -> int | None:
         """Tokens after which the request is to be read at the latest."""
-        return LOGPROB_INTERVAL if SELECTED_LOGPROBS in self._contents else None
+        return LOGPROB_INTERVAL if any(name in self._contents for name in PER_TOKEN) else None
 
     async def reserve_rows(self) -> None:
         """Room for rows that go to the caller. Raises `ArtifactRefusedError`."""
@@ -147,9 +207,16 @@ class Delivery:
 
     def record(self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
         """What a choice gained, trimmed already."""
-        if self._ticket is not None:
+        if self._ticket is not None and self._ticket.is_open:
+            self._ticket.record(choice_index, token_ids=token_ids, entries=logprobs)
+        elif self._ticket is not None:
             values = [entry.logprob for entry in logprobs] if SELECTED_LOGPROBS in self._contents else None
             self._ticket.record(choice_index, token_ids=token_ids, logprobs=values)
+
+    def record_prompt_logprobs(self, entries: Sequence[PositionLogprobs]) -> None:
+        """Of the next positions of the prompt."""
+        if PROMPT_LOGPROBS in self._contents and self._ticket is not None:
+            self._ticket.record_prompt_logprobs(entries)
 
     async def finish(self, choices: Sequence[Choice], rows: Sequence[Mapping[str, CapturedRows]]) -> ArtifactReceipt:
         """Deliver, and say what became of it. `rows` are those of each choice."""
@@ -157,13 +224,35 @@ class Delivery:
         if ticket is None:
             raise EngineError("this request asked for no artifact")
         aborted = any(choice.finish_reason == "abort" for choice in choices)
-        if MOE_ROUTES in self._contents:
+        if ticket.is_open:
+            if aborted and self._needs_a_token and any(not choice.token_ids for choice in choices):
+                return ticket.give_up("artifact_cancelled")
+            self._end_choices(ticket, choices, rows)
+        elif MOE_ROUTES in self._contents:
             routes = [held[MOE_ROUTES] for held in rows]
             if aborted and any(held.error for held in routes):  # it never came to a first token
                 return ticket.give_up("artifact_cancelled")
             for choice, held in zip(choices, routes, strict=True):
                 ticket.set_routes(choice.index, held)
         return await ticket.finish(aborted=aborted)
+
+    @property
+    def _needs_a_token(self) -> bool:
+        """Something was asked for that is complete, or known, only once the prompt was computed."""
+        return any(name in self._contents for name in (PROMPT_LOGPROBS, "weight_spans", *self._captured))
+
+    def _end_choices(
+        self, ticket: Ticket, choices: Sequence[Choice], rows: Sequence[Mapping[str, CapturedRows]]
+    ) -> None:
+        for choice, held in zip(choices, rows, strict=True):
+            end = ChoiceEnd(
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                seed=choice.seed,
+                weight_versions=choice.weight_versions,
+                rows={name: held[one.name] for name, one in self._captured.items()},
+            )
+            ticket.end_choice(choice.index, end)
 
     @property
     def is_strict(self) -> bool:
@@ -205,10 +294,16 @@ def check_artifact(artifact: object) -> ArtifactRequest | None:
     )
 
 
-def wants_logprobs(artifact: ArtifactRequest | None) -> bool:
-    """Asked before anything was checked."""
+def private_outputs(artifact: ArtifactRequest | None) -> PrivateOutputs:
+    """What must be computed for the artifact. Asked before anything was checked."""
     contents: object = () if artifact is None else artifact.contents
-    return isinstance(contents, tuple | list) and SELECTED_LOGPROBS in contents
+    if not isinstance(contents, tuple | list):
+        return PrivateOutputs()
+    return PrivateOutputs(
+        logprobs=NUM_TOP if "topk_logprobs" in contents else 0 if any(name in contents for name in PER_TOKEN) else None,
+        prompt_logprobs=PROMPT_LOGPROBS in contents,
+        kept_set=any(name in contents for name in KEPT),
+    )
 
 
 def expected_seconds(metrics: EngineMetrics, max_tokens: int) -> float:

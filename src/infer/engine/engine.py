@@ -30,7 +30,7 @@ from infer.engine.admission import (
     refuse_unavailable,
 )
 from infer.engine.blocking import BlockingEngine
-from infer.engine.delivery import Deliveries, check_artifact, wants_logprobs
+from infer.engine.delivery import Deliveries, check_artifact, private_outputs
 from infer.engine.home import Home
 from infer.engine.many import at_most
 from infer.engine.metrics import EngineMetrics
@@ -112,7 +112,7 @@ class Engine:
             use_generation_config=self.config.model.use_generation_config,
             max_model_len=max_len if limit is None else min(max_len, limit),
         )
-        self._deliveries = Deliveries(self.config.artifacts, parts)
+        self._deliveries = Deliveries(self.config.artifacts, parts, self.config.model)
         await self._deliveries.__aenter__()
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
@@ -344,8 +344,8 @@ class Engine:
             wanted = check_artifact(artifact)
             limit = deadline_at(deadline, called_at)
             check_scheduling(priority, cache_salt)
-            private = wants_logprobs(wanted)
-            admitted = await self._admission.admit(prompt, params, tools, private_logprobs=private)
+            private = private_outputs(wanted)
+            admitted = await self._admission.admit(prompt, params, tools, private=private)
             parts = self._serving_parts()
             name = self._new_name() if request_id is None else check_name(request_id, self._requests)
             check_room(parts.scheduler, parts.mailbox.arrivals, len(admitted.specs))

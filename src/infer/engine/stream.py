@@ -37,6 +37,8 @@ class ChoiceText:
         self.token_ids: list[int] = []
         self.text = ""
         self.logprobs: list[TokenLogprob] | None = [] if params.wants_logprobs else None
+        self._num_top = params.logprobs or 0
+        self._has_kept_sets = params.return_kept_set
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._include_stop = params.include_stop
@@ -85,7 +87,7 @@ class ChoiceText:
     def _read_logprobs(self, entries: list[PositionLogprobs]) -> tuple[TokenLogprob, ...] | None:
         if self.logprobs is None:
             return None
-        public = public_logprobs(entries)
+        public = public_logprobs(entries, self._num_top, kept_sets=self._has_kept_sets)
         self.logprobs += public
         return public
 
@@ -103,16 +105,19 @@ class ChoiceText:
         )
 
 
-def public_logprobs(entries: list[PositionLogprobs]) -> tuple[TokenLogprob, ...]:
+def public_logprobs(
+    entries: list[PositionLogprobs], num_top: int | None = None, *, kept_sets: bool = True
+) -> tuple[TokenLogprob, ...]:
+    """As the caller asked for them: an artifact may have had more computed. `num_top` None: all alternatives."""
     return tuple(
         TokenLogprob(
             entry.token_id,
             entry.logprob,
             entry.rank,
-            entry.top,
+            entry.top[:num_top],
             entry.candidates,
-            entry.kept_ids,
-            entry.kept_logmass,
+            entry.kept_ids if kept_sets else None,
+            entry.kept_logmass if kept_sets else None,
         )
         for entry in entries
     )
@@ -265,7 +270,8 @@ class Stream:
                     self._delivery.release("artifact_capture_failed")
                 raise _own_copy(update.error)
             choice = self._choices[update.choice_index]
-            self._prompt_logprobs += update.prompt_logprobs
+            if update.prompt_logprobs:
+                self._take_prompt_logprobs(update.prompt_logprobs)
             delta = choice.read(update)
             if delta is None:
                 continue
@@ -279,6 +285,12 @@ class Stream:
             self._deltas.append(delta)
         if self._has_ended and (self._delivery is None or not self._delivery.has_artifact):
             self._result = self._complete()
+
+    def _take_prompt_logprobs(self, entries: list[PositionLogprobs]) -> None:
+        if self._delivery is not None:
+            self._delivery.record_prompt_logprobs(entries)
+        if self._admitted.params.prompt_logprobs is not None:
+            self._prompt_logprobs += entries
 
     def _end_choice(self, choice: ChoiceText) -> None:
         """Tokens, log-probabilities and rows are cut at the same token; what the engine still computes is surplus."""

@@ -171,6 +171,10 @@ class Registry:
                 plugin=origin.distribution,
             ) from error
 
+    def origin(self, kind: Kind, name: str) -> Origin:
+        """The distribution that a spec came from."""
+        return self._find(kind, name)[1]
+
     def entries(self) -> list[Entry]:
         """Everything that was found, of every kind, with what became of it."""
         return [*(entry for kind in KINDS for entry in self._kind(kind).entries), *self._entries]

@@ -43,7 +43,9 @@ class S3Object:
         mode = "create" if if_absent else "overwrite"
         try:
             metadata = {_MARK: self._mark}
-            filesystem.pipe_file(self._path, data, mode=mode, chunksize=CHUNK, Metadata=metadata)
+            # One request whatever the size: an upload in parts is not created atomically.
+            size = max(CHUNK, len(data))
+            filesystem.pipe_file(self._path, data, mode=mode, chunksize=size, Metadata=metadata)
         except Exception as error:
             failure = _put_failure(error)
             if failure.code in ("artifact_conflict", "artifact_outcome_unknown"):

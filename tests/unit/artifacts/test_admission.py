@@ -91,7 +91,7 @@ def test_too_many_routers_for_a_manifest() -> None:
 @pytest.mark.parametrize(
     ("asked", "limits", "code", "words"),
     [
-        (request(format="generation_artifact_v2"), SMALL, "unsupported", "only generation_artifact_v1 is supported"),
+        (request(format="generation_artifact_v9"), SMALL, "unsupported", "only generation_artifact_v1 and"),
         (request("topk_logprobs", "hidden"), SMALL, "unsupported", "'hidden'"),
         (request("topk_logprobs"), SMALL, "unsupported", "topk_logprobs"),
         (request("moe_routes", "moe_routes"), SMALL, "invalid_request", "duplicates"),

@@ -1,0 +1,75 @@
+"""Where a generation comes from, as its artifact says it: model, numerics, versions, how it was sampled. Pure.
+
+But for `tokenizer_digest`, which reads a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from pathlib import Path
+
+import msgspec
+
+from infer.artifacts.record import Numerics, Provenance, SamplingValue
+from infer.config.model import ModelConfig
+from infer.config.resolve import ResolvedConfig
+from infer.types import SamplingParams
+
+
+def engine_provenance(model: ModelConfig, resolved: ResolvedConfig, template_digest: str = "") -> Provenance:
+    """What is the same for all requests of an engine."""
+    return Provenance(
+        model=model.identity,
+        template_digest=template_digest,
+        engine_version=importlib.metadata.version("infer-engine"),
+        numerics=Numerics(
+            mode=resolved.numerics,
+            platform=resolved.platform,
+            compute_dtype=resolved.dtype,
+            weights_dtype=_weights_dtype(model, resolved.dtype),
+            kv_dtype=resolved.cache.dtype,
+        ),
+    )
+
+
+def with_sampling(known: Provenance, params: SamplingParams, max_tokens: int) -> Provenance:
+    """For one request: its parameters as in force."""
+    sampling: dict[str, SamplingValue] = {}
+    for name in type(params).model_fields:
+        value = getattr(params, name)
+        if isinstance(value, dict):
+            value = {str(key): item for key, item in value.items()}
+        elif isinstance(value, list):
+            value = tuple(value)
+        if value is not None:
+            sampling[name] = value
+    sampling["max_tokens"] = max_tokens
+    return msgspec.structs.replace(known, sampling=sampling, logprobs_mode=params.logprobs_mode)
+
+
+def tokenizer_digest(path: Path | None) -> str:
+    """SHA-256 of a tokenizer.json; empty where the tokenizer is kept in another way. Reads the file."""
+    file = path / "tokenizer.json" if path is not None and path.is_dir() else path
+    if file is None or file.suffix != ".json":
+        return ""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def text_digest(text: str | dict[str, str] | None) -> str:
+    """SHA-256 of a chat template, or of several by name."""
+    if not text:
+        return ""
+    parts = [text] if isinstance(text, str) else [f"{name}\0{text[name]}" for name in sorted(text)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _weights_dtype(model: ModelConfig, dtype: str) -> str:
+    """As stored: block types of a GGUF, the method of another quantised checkpoint, else what they are computed in."""
+    if model.stored_types:
+        return ",".join(sorted(set(model.stored_types.values())))
+    method = (model.quantization or {}).get("quant_method")
+    return str(method) if method else dtype
