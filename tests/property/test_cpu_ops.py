@@ -112,6 +112,17 @@ def test_gates(tables: dict[int, Ops], t: int, n: int, dtype: torch.dtype, scale
         torch.testing.assert_close(got.double(), activated * up, rtol=4 * eps, atol=4 * eps * scale)
 
 
+@given(st.integers(1, 90), DTYPES, st.floats(0.1, 40), SEEDS)
+def test_functions_of_one_number(tables: dict[int, Ops], n: int, dtype: torch.dtype, scale: float, seed: int) -> None:
+    x = draw(seed, n, dtype=dtype, scale=scale)
+    for op, exact in ((tables[2].sigmoid, torch.sigmoid), (tables[2].tanh, torch.tanh)):
+        assert op is not None
+        got = op(x)
+        assert got.dtype == dtype
+        close(got, exact(x.double()), dtype)
+        assert torch.equal(got, torch.cat([op(x[i : i + 1]) for i in range(n)]))
+
+
 @given(st.lists(st.integers(0, 130_000), min_size=1, max_size=40), st.integers(1, 40), st.floats(0.5, 2))
 def test_angles(tables: dict[int, Ops], positions: list[int], size: int, factor: float) -> None:
     angles = tables[2].rotary_angles

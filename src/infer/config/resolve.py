@@ -181,6 +181,12 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, limits: PlatformLimit
     return model.dtype if model.dtype in limits.dtypes else "float32"
 
 
+def expands_quantized(config: EngineConfig) -> bool:
+    """Whether blocks that could stay are expanded."""
+    stated = config.model.expand_quantized
+    return config.model.dtype == "float32" if stated is None else stated
+
+
 def choose_cache_dtype(config: EngineConfig, dtype: str) -> str:
     """Dtype of keys and values: the stated one, else the compute dtype."""
     return dtype if config.cache.dtype == "auto" else config.cache.dtype

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from infer.artifacts.destination import check_profiles
 from infer.config.engine import EngineConfig
 from infer.config.env import Environment, read_environment
 from infer.config.memory_plan import format_memory_plan
 from infer.config.model import ModelConfig
-from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, resolve_within
+from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, expands_quantized, resolve_within
 from infer.engine.executor.executor import Executor
 from infer.engine.executor.thread import ThreadExecutor
 from infer.engine.kv_cache.manager import KVCacheManager
@@ -122,6 +123,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     from infer.weights.facts import read_model_config  # noqa: PLC0415
 
     registry = build_registry(config.plugins)
+    check_profiles(config.artifacts, registry)
     found = resolve_reference(
         config.model.ref,
         registry,
@@ -143,7 +145,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
         platform.threads,
         environment.cache_dir,
         config.capture,
-        expand_quantized=config.model.expand_quantized,
+        expand_quantized=expands_quantized(config),
     )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)

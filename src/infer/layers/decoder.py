@@ -110,7 +110,8 @@ class Decoder(Layer):
         """(hidden [T, hidden], rows [M] int64) -> fp32 [M, vocab]."""
         logits = self.head(self.head.ops.gather_rows(hidden, rows))
         if self.logit_softcap is not None:
-            logits = (logits / self.logit_softcap).tanh_().mul_(self.logit_softcap)
+            tanh = self.head.ops.tanh or Tensor.tanh_
+            logits = tanh(logits.div_(self.logit_softcap)).mul_(self.logit_softcap)
         return logits
 
     def kv_layout(self) -> KVLayout:

@@ -87,7 +87,8 @@ class SparseMoE(Layer):
             return out
         shared = self.shared(x)
         if self.shared_gate is not None:
-            shared = shared * self.ops.linear(x, self.shared_gate.data, None).sigmoid()
+            sigmoid = self.ops.sigmoid or torch.sigmoid
+            shared = shared * sigmoid(self.ops.linear(x, self.shared_gate.data, None))
         return out + shared
 
 

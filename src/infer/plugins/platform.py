@@ -154,6 +154,9 @@ class Ops:
     head_logits: Callable[[Tensor, Tensor], Tensor] | None = None
     """(hidden [M, N], weight [V, N], packed or not) -> fp32 [M, V]: `linear` without rounding the result to x's dtype."""
 
+    sigmoid: Callable[[Tensor], Tensor] | None = None
+    """Of each element, in x's dtype; without it torch's, whose last bit depends on an element's place in the tensor."""
+    tanh: Callable[[Tensor], Tensor] | None = None
     blocks: BlockOps | None = None
     """Products with a GGUF's own blocks; without it they are dequantised when they are read."""
 
@@ -201,4 +204,8 @@ class SupportsWorkspace(Protocol):
 
     def reserve_workspace(self, num_bytes: int) -> None:
         """Called once before the first step. A step that needs more must still run."""
+        ...
+
+    def trim(self) -> None:
+        """Give the buffer's pages and other free memory back; the next step takes what it needs. Called between steps."""
         ...

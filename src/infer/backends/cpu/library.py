@@ -22,6 +22,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "infer_rms_norm": (None, [c_void_p, c_int, c_int, *[c_void_p] * 5, c_int64, c_int64, c_float]),
     "infer_gate": (None, [c_void_p, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64]),
     "infer_rotary": (None, [c_void_p, c_int, *[c_void_p] * 4, *[c_int64] * 5]),
+    "infer_unary": (None, [c_int, c_int, c_void_p, c_void_p, c_int64]),
     "infer_angles": (None, [c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int64]),
     "infer_write_kv": (None, [c_int, *[c_void_p] * 3, *[c_int64] * 3]),
     "infer_attention": (None, [c_void_p, c_int, c_void_p]),

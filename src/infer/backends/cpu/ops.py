@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,12 +42,14 @@ def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
         attention=native.attention,
         gather_rows=kv.gather_rows,
         add_rms_norm=native.add_rms_norm,
-        topk_router=topk_router,
+        topk_router=partial(topk_router, sigmoid=native.sigmoid),
         moe=native.moe,
         pack=pack,
         unpack=unpack,
         head_logits=native.head_logits,
         rotary_angles=native.rotary_angles,
+        sigmoid=native.sigmoid,
+        tanh=native.tanh,
         blocks=BlockOps(
             formats=BLOCK_FORMATS,
             row_multiple=LANES,
@@ -237,6 +240,19 @@ class NativeOps:
             cos.shape[-1],
             x.stride(0),
         )
+        return out
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return self._unary(x, 0)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return self._unary(x, 1)
+
+    def _unary(self, x: Tensor, kind: int) -> Tensor:
+        x = x.contiguous()
+        out = self._new(x.dtype, *x.shape)
+        if not self._dry:
+            self._call.infer_unary(_dtype(x), kind, x.data_ptr(), out.data_ptr(), x.numel())
         return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

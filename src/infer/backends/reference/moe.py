@@ -5,6 +5,8 @@ Called on the worker thread; a router writes into the tap it is given, everythin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,26 +19,40 @@ SMALLEST_SUM = 1e-20
 """Added to a sum of weights before dividing: sigmoid scores can all be zero. Nothing to a sum of softmax scores."""
 
 
-def topk_router(logits: Tensor, rule: Routing, bias: Tensor | None, tap: Tensor | None) -> tuple[Tensor, Tensor]:
+def topk_router(
+    logits: Tensor,
+    rule: Routing,
+    bias: Tensor | None,
+    tap: Tensor | None,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+) -> tuple[Tensor, Tensor]:
     """(logits [T, E], rule, bias [E] or None, tap) -> (weights [T, K] fp32, ids [T, K]); see `plugins.platform.Ops`."""
     logits = logits.float()
     if rule.scoring == "top_k_softmax":
         chosen, ids = logits.topk(rule.top_k, dim=-1)
         weights = chosen.softmax(-1)
     else:
-        scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if rule.scoring == "softmax" else sigmoid(logits)
         ranking = scores if bias is None else scores + bias
         if rule.num_groups > 1:
             ranking = _within_best_groups(ranking, rule)
         ids = ranking.topk(rule.top_k, dim=-1).indices
         weights = scores.gather(1, ids)
     if rule.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+        weights = weights / (_row_sums(weights) + SMALLEST_SUM)
     if rule.scale != 1.0:
         weights = weights * rule.scale
     if tap is not None:
         tap[: ids.shape[0]].copy_(ids)
     return weights, ids
+
+
+def _row_sums(weights: Tensor) -> Tensor:
+    """[T, K] -> [T, 1], added from left to right: the order in which torch's sum adds depends on T."""
+    total = weights[:, :1]
+    for k in range(1, weights.shape[1]):
+        total = total + weights[:, k : k + 1]
+    return total
 
 
 def _within_best_groups(ranking: Tensor, rule: Routing) -> Tensor:
@@ -63,6 +79,7 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, 
         result = _expert(x, places // top_k, gate_up[expert], down[expert], scratch)
         if not scratch.dry:
             outputs.index_copy_(0, places, result)
+        del result  # before the next one is made
         start += count
     by_choice = outputs.view(num_tokens, top_k, x.shape[1])
     out = scratch.new(x, x.shape)

@@ -27,6 +27,8 @@ void infer_gate(void* pool, int dtype, int kind, const void* x, void* y, int64_t
 // heads [tokens, num_heads] blocks of `size`, row stride `stride` elements; the first 2 * half of each are rotated.
 void infer_rotary(void* pool, int dtype, const void* x, const float* cos, const float* sin, void* y, int64_t tokens,
                   int64_t heads, int64_t size, int64_t half, int64_t stride);
+// kind 0: sigmoid, 1: tanh.
+void infer_unary(int dtype, int kind, const void* x, void* y, int64_t count);
 // cos and sin of position * frequency, times factor; fp32 [tokens, size].
 void infer_angles(const int64_t* positions, const float* frequencies, float factor, float* cos, float* sin, int64_t tokens,
                   int64_t size);

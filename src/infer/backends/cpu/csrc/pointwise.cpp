@@ -138,6 +138,22 @@ extern "C" void infer_rotary(void* pool, int dtype, const void* x, const float* 
         rotary(p, (const bf16*)x, cos, sin, (bf16*)y, tokens, heads, size, half, stride);
 }
 
+template <class T>
+static void unary(int kind, const T* x, T* y, int64_t count) {
+    for (int64_t i = 0; i < count; i += W) {
+        int some = int(count - i < W ? count - i : W);
+        vf v = load_some(x + i, some);
+        store_some(y + i, kind ? vtanh(v) : vsigmoid(v), some);
+    }
+}
+
+extern "C" void infer_unary(int dtype, int kind, const void* x, void* y, int64_t count) {
+    if (dtype == FP32)
+        unary(kind, (const float*)x, (float*)y, count);
+    else
+        unary(kind, (const bf16*)x, (bf16*)y, count);
+}
+
 extern "C" void infer_angles(const int64_t* positions, const float* frequencies, float factor, float* cos, float* sin,
                              int64_t tokens, int64_t size) {
     for (int64_t t = 0; t < tokens; ++t)
