@@ -35,6 +35,18 @@ _SCHEMA: dict[str, Any] = {
         "format": {"type": "string", "minLength": 1},
         "contents": {"type": "array", "items": {"type": "string", "minLength": 1}, "uniqueItems": True},
         "codec": {"const": "zstd"},
+        "parent": {
+            "type": "object",
+            "required": ["sha256", "header_sha256", "token_count"],
+            "additionalProperties": False,
+            "properties": {
+                "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+                "header_sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+                "token_count": {"type": "integer", "minimum": 1},
+                "choice_index": {"type": "integer", "minimum": 0, "default": 0},
+                "fields": {"type": "array", "items": {"type": "string", "minLength": 1}, "uniqueItems": True},
+            },
+        },
         "delivery": {
             "type": "object",
             "required": ["mode", "target"],
@@ -55,7 +67,8 @@ class Nvext(BaseModel):
 
     generation_artifact: ArtifactJson = None
     """Deliver the generation to storage; the receipt comes back in nvext, too. Prompt and completion token ids are
-    always written."""
+    always written. generation_artifact_v1 takes moe_routes and selected_logprobs, generation_artifact_v2 every field that
+    the server can fill, and a parent: the artifact of the turn before, whose rows are not stored again."""
     extra_fields: list[Literal["engine_data"]] | None = None
     """engine_data: the receipt once more, as nvext.engine_data.generation_artifact."""
 
@@ -64,7 +77,9 @@ class NativeArtifactFields(BodyModel):
     """Fields of a body that may ask for an artifact in infer's own spelling."""
 
     generation_artifact: ArtifactJson = None
-    """Deliver the generation to storage, prompt and completion token ids always included; the reply has a receipt."""
+    """Deliver the generation to storage, prompt and completion token ids always included; the reply has a receipt.
+    Formats are generation_artifact_v1 (moe_routes, selected_logprobs) and generation_artifact_v2 (every field that the
+    server can fill, and a parent: the artifact of the turn before, whose rows are not stored again)."""
     generation_artifact_strict: bool = False
     """The request fails when its artifact does."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from infer.artifacts.receipt import ArtifactReceipt
     from infer.artifacts.record import FieldRows, ParentReference, Provenance, WeightSpan
     from infer.artifacts.request import ArtifactParent, ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
+    from infer.artifacts.stored_rows import rebuild_rows
     from infer.artifacts.v2.limits import Limits
     from infer.artifacts.verify import VerifyReport, verify_artifact
 
@@ -29,6 +30,7 @@ _HOMES = {
     "receipt": ("ArtifactReceipt",),
     "record": ("FieldRows", "ParentReference", "Provenance", "WeightSpan"),
     "request": ("ArtifactParent", "ArtifactRequest", "ManagedTarget", "PresignedTarget", "SinkTarget"),
+    "stored_rows": ("rebuild_rows",),
     "v2.limits": ("Limits",),
     "verify": ("VerifyReport", "verify_artifact"),
 }
@@ -56,6 +58,7 @@ __all__ = [
     "decode",
     "encode",
     "open_artifact",
+    "rebuild_rows",
     "verify_artifact",
 ]
 

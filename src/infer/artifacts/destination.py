@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
 from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
 from infer.config.artifacts import PROFILE_NAME, ArtifactsSection, check_object_key
-from infer.errors import ArtifactRefusedError, StorageError, UnknownPluginError
+from infer.errors import ArtifactRefusedError, ConfigError, StorageError, UnknownPluginError, shown
 from infer.plugins.registry import Registry
 from infer.plugins.storage_target import StorageTarget, SupportsExpiry
 
@@ -58,6 +58,19 @@ def resolve_destination(request: ArtifactRequest, settings: ArtifactsSection, re
         raise _rejected(str(error)) from None
 
 
+def check_profiles(settings: ArtifactsSection, registry: Registry) -> None:
+    """At start: somebody must answer for every profile's scheme. Raises `ConfigError`, which shows nothing of the URL but
+    its scheme."""
+    known = _managed_schemes(registry)
+    for name, profile in settings.storage_profiles.items():
+        if _scheme(profile.url) not in known:
+            raise ConfigError(
+                f"artifacts.storage_profiles.{name}.url: no storage plugin answers for {shown(_scheme(profile.url))}; there are "
+                f"{', '.join(sorted(known))}",
+                fields=("artifacts.storage_profiles",),
+            )
+
+
 def _presigned(grant: PresignedTarget, settings: ArtifactsSection, registry: Registry) -> Destination:
     options = {
         "expires_at": grant.expires_at,
@@ -89,9 +102,8 @@ def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registr
         raise _rejected(str(error) if isinstance(error, ValueError) else "the object key must be text") from None
     if not any(key == prefix or key.startswith(f"{prefix}/") for prefix in profile.allowed_prefixes):
         raise _rejected("the object key is outside the profile prefix")
-    scheme = profile.url.partition("://")[0].lower()
-    names = [s.name for s in registry.specs("storage_target") if scheme in s.schemes and s.name != PRESIGNED]
-    if "://" not in profile.url or not names:
+    name = _managed_schemes(registry).get(_scheme(profile.url))
+    if name is None:
         raise _rejected("the profile's scheme is not allowed")
     options = {
         "root": profile.url,
@@ -99,10 +111,24 @@ def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registr
         "timeout_seconds": settings.managed_timeout_seconds,
     }
     try:
-        target: StorageTarget = registry.create("storage_target", names[0], f"{profile.url.rstrip('/')}/{key}", options)
+        target: StorageTarget = registry.create("storage_target", name, f"{profile.url.rstrip('/')}/{key}", options)
     except UnknownPluginError:
         raise _rejected("the profile's scheme is not allowed") from None
     return Destination(target, max_bytes, f"{named.profile}:{key}")
+
+
+def _managed_schemes(registry: Registry) -> dict[str, str]:
+    """Scheme -> the storage target that answers for it."""
+    found: dict[str, str] = {}
+    for spec in registry.specs("storage_target"):
+        if spec.name != PRESIGNED:
+            for scheme in spec.schemes:
+                found.setdefault(scheme, spec.name)
+    return found
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].lower()
 
 
 def _rejected(message: str) -> ArtifactRefusedError:

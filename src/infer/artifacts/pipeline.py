@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 5.0
 _OPEN_FACTS = ("header_sha256", "header_bytes", "raw_bytes", "field_sha256")
 """Of a receipt, in the open format."""
+_MOST_KINDS = 4
 _NEVER = float("inf")
 logger = logging.getLogger("infer.artifacts")
 
@@ -172,13 +173,18 @@ class ArtifactPipeline:
         self.statistics.reserved_bytes = self._budget.reserved
 
     def fail(
-        self, ticket: Ticket, code: str, encoded: Encoded | EncodedV2 | None = None, object_id: str = ""
+        self,
+        ticket: Ticket,
+        code: str,
+        encoded: Encoded | EncodedV2 | None = None,
+        object_id: str = "",
+        cause: str = "",
     ) -> ArtifactReceipt:
-        """A failed receipt, counted."""
+        """A failed receipt, counted. `cause` goes to the log only."""
         if code not in SENTENCES:  # a target of someone else's may raise any code
             code = "artifact_delivery_failed"
         self.statistics.failed[code] += 1
-        logger.warning("artifact of request %s: %s", ticket.bounds.request_id, code)
+        logger.warning("artifact of request %s: %s%s", ticket.bounds.request_id, code, cause and f" ({cause})")
         receipt = _receipt(ticket, "failed", encoded, object_id)
         return replace(receipt, error_code=code)
 
@@ -277,23 +283,22 @@ class ArtifactPipeline:
         job.done.set()
 
     async def _encode_and_put(self, job: _Job) -> ArtifactReceipt:
-        code = ""
+        code = cause = ""
         try:
             job.encoded = await self._encode(job)
             if len(job.encoded.data) > job.destination.max_bytes:
                 raise ArtifactError("larger than the target allows", code="artifact_too_large")
             await self._refresh(job)
             await self._put(job, job.encoded.data)
-        except (ArtifactError, StorageError) as error:
-            code = error.code
-        except Exception:
-            code = "artifact_delivery_failed"
+        except Exception as error:
+            code = error.code if isinstance(error, ArtifactError | StorageError) else "artifact_delivery_failed"
+            cause = _kinds(error)
         finally:
             await self._close(job.destination)
         # A sink names the object only when it has it.
         object_id = str(getattr(job.destination.target, "object_id", job.destination.object_id))
         if code:
-            return self.fail(job.ticket, code, job.encoded, object_id)
+            return self.fail(job.ticket, code, job.encoded, object_id, cause)
         self.statistics.ready += 1
         return _receipt(job.ticket, "ready", job.encoded, object_id)
 
@@ -339,6 +344,15 @@ class ArtifactPipeline:
                 await destination.target.aclose()
             except Exception as error:
                 logger.warning("closing an artifact target failed: %s", type(error).__name__)
+
+
+def _kinds(error: BaseException | None) -> str:
+    """Types of an error and of what it came from: enough to find a server that is down, and no text of a provider's."""
+    names: list[str] = []
+    while error is not None and len(names) < _MOST_KINDS:
+        names.append(type(error).__name__)
+        error = error.__cause__ or error.__context__
+    return " after ".join(names)
 
 
 def _receipt(ticket: Ticket, state: Any, encoded: Encoded | EncodedV2 | None, object_id: str) -> ArtifactReceipt:

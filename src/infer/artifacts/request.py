@@ -154,7 +154,11 @@ class ArtifactRequest:
         }
         if self.parent is not None:
             kept = {name: getattr(self.parent, name) for name in self.parent.__dataclass_fields__}
-            made["parent"] = {name: value for name, value in kept.items() if value is not None}
+            made["parent"] = {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in kept.items()
+                if value is not None
+            }
         return made
 
 

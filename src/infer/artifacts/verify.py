@@ -36,6 +36,7 @@ REPLACED = frozenset(
         "logprobs",
         "prompt_logprobs",
         "return_routed_experts",
+        "captured_as",
     }
 )
 """Of the parameters that the rollout had, those that a replay decides itself."""

@@ -56,11 +56,6 @@ def check_v2(request: ArtifactRequest, bounds: GenerationBounds) -> None:
         if name in request.contents:
             check_true_logprobs(name, bounds)
     captured = captured_fields(request.contents, bounds)
-    if "weight_spans" in request.contents and bounds.weight_version and not captured:
-        raise refuse_unsupported(
-            "weight_spans of a prompt, once weights were updated, are known from captured rows alone: ask for moe_routes, "
-            "hidden_states or another captured field, too"
-        )
     if captured and not 0 <= bounds.route_start <= bounds.prompt_tokens:
         raise _invalid(
             f"routed_experts_prompt_start={bounds.route_start} must not exceed the prompt length "
@@ -68,6 +63,16 @@ def check_v2(request: ArtifactRequest, bounds: GenerationBounds) -> None:
         )
     if request.parent is not None:
         _check_parent(request, request.parent, bounds)
+    known_from = 0 if request.parent is None else request.parent.token_count
+    if (
+        "weight_spans" in request.contents
+        and bounds.weight_version
+        and (not captured or bounds.route_start > known_from)
+    ):
+        raise refuse_unsupported(
+            "weight_spans of a prompt, once weights were updated, are known from captured rows alone: ask for "
+            "moe_routes, hidden_states or another captured field, too, from the first token on"
+        )
     check_lengths(bounds)
 
 
