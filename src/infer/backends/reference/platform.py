@@ -75,6 +75,11 @@ class ReferencePlatform:
         if self.device.type == "cpu":
             self._scratch.reserve(num_bytes)
 
+    def trim(self) -> None:
+        self._scratch.trim()
+        if self.device.type == "cpu":
+            memory.return_free_memory()
+
     def synchronize(self) -> None:
         """Nothing is queued."""
 

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-LARGE = 1 << 18
+LARGE = 1 << 17
 """Bytes from which a tensor is placed in the buffer; placing takes microseconds, computing this much takes more."""
-TILE = 1 << 17
+TILE = 1 << 16
 """Bytes of a large result that are computed at a time where torch has no variant that writes into a given tensor."""
 ALIGNMENT = 64
 
@@ -40,6 +40,11 @@ class Scratch:
     def reserve(self, num_bytes: int) -> None:
         """Take address space; its pages cost memory from the first use on."""
         self._buffer = None if num_bytes <= 0 else np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+
+    def trim(self) -> None:
+        """Give the pages back; the buffer stays, in another place."""
+        if self._buffer is not None:
+            self.reserve(len(self._buffer))
 
     def release(self) -> None:
         """Give the buffer back once the last tensor over it is gone."""

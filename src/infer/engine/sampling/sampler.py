@@ -55,10 +55,13 @@ TRUNCATION: Transforms = (
 ORDER = SHAPING + TRUNCATION
 """The order of `SamplingParams`, written once."""
 
-CHUNK_ELEMENTS = 2**19
-"""Logits processed at a time: bounds the sampler's memory whatever the batch."""
-BYTES_PER_ELEMENT = 26
-"""Of processing at its widest (a copy, its probabilities, partial sums in double or a sorted copy, masks); measured."""
+CHUNK_ELEMENTS = 2**17
+"""Logits processed at a time: bounds the sampler's memory whatever the batch, and keeps it in the CPU's cache."""
+BYTES_PER_ELEMENT = 32
+"""Of processing at its widest (a copy, its probabilities, partial sums in double or a sorted copy, masks), with what
+malloc keeps between them; measured."""
+PROMPT_CHUNKS = 4
+"""Chunks of prompt positions whose logits are made together: making them reads the whole head."""
 NO_TOKEN = -1
 
 
@@ -76,6 +79,11 @@ class Sampled:
 def chunk_rows(vocab_size: int) -> int:
     """Rows processed at a time."""
     return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+def prompt_rows(vocab_size: int) -> int:
+    """Prompt positions whose logits are in memory at a time."""
+    return PROMPT_CHUNKS * chunk_rows(vocab_size)
 
 
 def workspace_bytes(vocab_size: int) -> int:

@@ -46,12 +46,12 @@ def measure_footprint(
         model = build(ops, CPU)
     profiles = captures(model)
     layout = model.kv_layout()
-    sampler = workspace_bytes(vocab_size)
     try:
-        step = trace_worst_step(model, layout, bounds, buffer_bytes, kv_dtype, sampler)
+        step = trace_worst_step(model, layout, bounds, buffer_bytes, kv_dtype, vocab_size)
     except Exception:  # the model looks at values, which are not there yet
         rows = min(bounds.num_rows, bounds.num_tokens)
-        step = bounds.num_tokens * _widest_matrix(model) + 2 * rows * vocab_size * torch.float32.itemsize + sampler
+        step = bounds.num_tokens * _widest_matrix(model) + 2 * rows * vocab_size * torch.float32.itemsize
+        step += workspace_bytes(vocab_size)
     with _WeightsOnMeta():
         store(model)
     return ModelFootprint(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,12 +16,12 @@ from torch import Tensor
 from infer.config.resolve import ResolvedConfig
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.row import SamplingRow
-from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, sample
+from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, prompt_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
 from infer.engine.worker.capture import CapturedStep, RowCapture
 from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
 from infer.plugins.model import CausalLM
-from infer.plugins.platform import Platform
+from infer.plugins.platform import Platform, SupportsWorkspace
 
 
 class Runner:
@@ -82,27 +82,16 @@ class Runner:
         }
 
     def warm_up(self) -> None:
-        """Run the worst step once, all of it on the null block, so that the first request meets no first-time cost."""
+        """Run the widest step once, all of it on the null block, so that the first request meets no first-time cost.
+
+        It is not the worst that is planned for, whose long sequences take seconds. Its memory is given back, but for what
+        libraries have set up for these shapes. See docs/decisions/004-workspace.md.
+        """
         before = self._platform.memory_in_use()
         limits = self._resolved.scheduler
         rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         longest = min(limits.max_num_batched_tokens - rows + 1, limits.max_model_len)
-        counts = [longest] + [1] * (rows - 1)
-        spec = SamplingSpec(seed=0, top_p=0.5, logprobs=1)
-        num_groups = len(self._resolved.cache.groups)
-        plan = StepPlan(
-            step_id=-1,
-            slots=array("q", range(rows)),
-            starts=array("q", [0] * rows),
-            counts=array("q", counts),
-            samples=array("q", [1] * rows),
-            admissions=[
-                SlotAdmission(slot, [0] * count, count, spec, tuple([] for _ in range(num_groups)))
-                for slot, count in enumerate(counts)
-            ],
-            new_blocks=[],
-            freed_slots=[],
-        )
+        plan = null_plan([(0, 1)] * (rows - 1) + [(0, longest)], len(self._resolved.cache.groups))
         if self._capture is None:
             self.execute(plan)
         else:
@@ -112,6 +101,8 @@ class Runner:
         self._batch = self._new_batch()
         for tensor in (tensor for pair in self._kv.values() for tensor in pair):
             tensor[0] = 0
+        if isinstance(self._platform, SupportsWorkspace):
+            self._platform.trim()
 
     def close(self) -> None:
         """Drop model, cache and platform. A second call does nothing."""
@@ -185,7 +176,7 @@ class Runner:
         """Entries per row, and rows that failed; a fixed number of logits rows is in memory at a time."""
         entries: dict[int, list[PositionLogprobs]] = {}
         failed: dict[int, str] = {}
-        step = chunk_rows(self._vocab_size)
+        step, size = prompt_rows(self._vocab_size), chunk_rows(self._vocab_size)
         for i, targets in self._batch.prompt_logprob_rows(rows):
             row = self._batch.row(int(rows.slots[i]))
             first = int(rows.query_starts[i])
@@ -197,7 +188,8 @@ class Runner:
                 if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
                     failed[i] = "logits of a prompt position hold NaN or no finite value"
                     break
-                entries[i] += _prompt_entries(logits, part, row)
+                for k in range(0, len(part), size):
+                    entries[i] += _prompt_entries(logits[k : k + size], part[k : k + size], row)
         return entries, failed
 
 
@@ -217,3 +209,21 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def null_plan(rows: Sequence[tuple[int, int]], num_groups: int) -> StepPlan:
+    """A step of rows (tokens before, tokens in the step) that reads and writes the null block alone."""
+    spec = SamplingSpec(seed=0, top_p=0.5, logprobs=1)
+    return StepPlan(
+        step_id=-1,
+        slots=array("q", range(len(rows))),
+        starts=array("q", [before for before, _ in rows]),
+        counts=array("q", [count for _, count in rows]),
+        samples=array("q", [1] * len(rows)),
+        admissions=[
+            SlotAdmission(slot, [0] * (before + count), before + count, spec, tuple([] for _ in range(num_groups)))
+            for slot, (before, count) in enumerate(rows)
+        ],
+        new_blocks=[],
+        freed_slots=[],
+    )

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from infer.config.model import KVLayout, StepBounds
+from infer.engine.sampling.sampler import prompt_rows, workspace_bytes
 from infer.plugins.model import CausalLM, ForwardBatch
 from infer.plugins.platform import AttentionMetadata, Ops, Routing
 
@@ -32,18 +33,20 @@ def trace_worst_step(
     bounds: StepBounds,
     buffer_bytes: Callable[[], int],
     kv_dtype: torch.dtype,
-    sampler_bytes: int,
+    vocab_size: int,
 ) -> int:
-    """Most bytes that a step takes, in the platform's buffer and outside of it."""
+    """Most bytes that a step takes, in the platform's buffer and outside of it, with prompt log-probabilities."""
     outside = 0
     for rows in worst_steps(bounds):
         live, batch = LiveBytes(), [_batch(rows, layout, kv_dtype)]
         with torch.no_grad(), live:
             hidden = model.forward(batch.pop())  # what ops keep in the batch ends with the forward pass
-            logits = model.logits(hidden, torch.arange(len(rows)))
-            outside = max(outside, live.peak, live.now + sampler_bytes)
+            num_logits = min(len(hidden), max(len(rows), prompt_rows(vocab_size)))
+            logits = model.logits(hidden, torch.arange(num_logits))
+            outside = max(outside, live.peak)
             del hidden, logits
-    return buffer_bytes() + outside
+    # What the sampler takes comes on top: malloc seldom puts it where the small tensors of the forward pass have been.
+    return buffer_bytes() + outside + workspace_bytes(vocab_size)
 
 
 def worst_steps(bounds: StepBounds) -> list[list[Row]]:

@@ -289,7 +289,8 @@ def test_prompt_logprobs_cover_every_position_once(chunks: list[int], mode: str)
 
 @pytest.mark.row("SAMPLE-PROMPT-LOGPROBS", "extra memory bounded by chunk x vocabulary")
 def test_prompt_logits_are_taken_a_fixed_number_of_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.engine.worker.runner.chunk_rows", lambda vocab_size: 4)
+    monkeypatch.setattr("infer.engine.worker.runner.chunk_rows", lambda vocab_size: 3)
+    monkeypatch.setattr("infer.engine.worker.runner.prompt_rows", lambda vocab_size: 4)
     model = ToyLM()
     results = prompt_entries([11], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], SamplingSpec(seed=0, prompt_logprobs=0), model)
     assert model.logits_rows == [1, 4, 4, 2, 2]
