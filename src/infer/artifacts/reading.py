@@ -63,7 +63,8 @@ class FieldSummary:
 
 class ArtifactReader(ABC):
     """Made by `open_artifact`. Every method raises `ArtifactCorruptError` where the bytes do not hold up, and
-    `ArtifactFieldMissingError` where the artifact does not have what is asked for."""
+    `ArtifactFieldMissingError` where the artifact does not have what is asked for. `choice` is the index of one; left out,
+    the first."""
 
     format: str
     codec: str
@@ -130,8 +131,10 @@ def row_range(tokens: slice | None, token_start: int, rows: int) -> tuple[int, i
     """Row numbers of a slice of absolute positions."""
     if tokens is None:
         return 0, rows
-    if tokens.step not in (None, 1):
-        raise ArtifactError(f"tokens={tokens!r}: rows are read in one piece; take every n-th of the result")
+    if not isinstance(tokens, slice) or tokens.step not in (None, 1):
+        raise ArtifactError(
+            f"tokens={tokens!r}: rows are read in one piece, tokens=slice(first, end); choose among the result"
+        )
     first, last, _ = tokens.indices(token_start + rows)
     first = max(first, token_start) - token_start
     return first, max(first, last - token_start)

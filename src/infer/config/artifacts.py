@@ -73,6 +73,12 @@ def _profiles(value: object) -> object:
     return value
 
 
+def _with_scheme(text: str) -> str:
+    if "://" not in text:
+        raise ValueError("write a URL with a scheme, such as s3://bucket/path or file:///absolute/directory")
+    return text
+
+
 def _literally_true(value: object) -> object:
     if value is not True:
         raise ValueError("write true: objects are never overwritten")
@@ -88,7 +94,7 @@ class StorageProfile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    url: Annotated[str, Field(min_length=1)]
+    url: Annotated[str, Field(min_length=1), AfterValidator(_with_scheme)]
     """Root: s3://bucket/path, file:///absolute/directory, memory://name, or a scheme of a storage plugin."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Arguments of the filesystem (key, secret, endpoint_url, ...)."""

@@ -381,8 +381,14 @@ def config_error(error: ValidationError) -> ConfigError:
             lines[path] = f"unknown setting {path!r}{nearest(path, [*known, *EngineConfig.model_fields])}"
             continue
         # A union adds the member it tried to the location, and complains once per member.
-        path = next((name for name in (".".join(parts[:2]), path) if name in known), path)
+        setting = next((name for name in (".".join(parts[:2]), path) if name in known), path)
         message = item["msg"].removeprefix("Value error, ")
-        given = path if path in _SECRET else f"{path}={item.get('input')!r}"
-        lines[path] = f"{lines[path]}, or: {message}" if path in lines else f"{given}: {message}"
-    return ConfigError("; ".join(lines.values()), fields=tuple(lines))
+        given = f"{setting}={item.get('input')!r}"
+        if setting in _SECRET:  # what is wrong inside is said by its name
+            given = setting = path
+        lines[setting] = f"{lines[setting]}, or: {message}" if setting in lines else f"{given}: {message}"
+    return ConfigError("; ".join(lines.values()), fields=tuple(dict.fromkeys(map(_setting_of, lines))))
+
+
+def _setting_of(path: str) -> str:
+    return next((name for name in _SECRET if path.startswith(f"{name}.")), path)

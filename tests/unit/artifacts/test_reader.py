@@ -95,6 +95,9 @@ def test_what_is_not_there(data: bytes) -> None:
             step()
     with pytest.raises(ArtifactError):
         reader.routes(5, tokens=slice(0, 10, 2))
+    one: Any = 3
+    with pytest.raises(ArtifactError, match=r"tokens=slice\(first, end\)"):
+        reader.routes(5, tokens=one)
 
 
 def test_only_the_ranges_that_are_needed_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

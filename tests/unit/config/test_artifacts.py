@@ -84,6 +84,15 @@ def test_an_incomplete_profile_shows_nothing_of_itself() -> None:
         with pytest.raises(ConfigError) as caught:
             EngineConfig(artifacts={"storage_profiles": {"runs": profile}})
         assert "SECRET" not in str(caught.value)
+        assert f"artifacts.storage_profiles.runs.{missing}: Field required" in str(caught.value)
+        assert caught.value.fields == ("artifacts.storage_profiles",)
+
+
+@pytest.mark.parametrize("url", ["SECRET", "/SECRET/directory", "s3:/SECRET"])
+def test_a_profile_without_a_scheme_is_refused_at_start(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"storage_profiles\.runs\.url: write a URL with a scheme") as caught:
+        EngineConfig(artifacts={"storage_profiles": {"runs": PROFILE | {"url": url}}})
+    assert "SECRET" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
