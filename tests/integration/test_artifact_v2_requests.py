@@ -4,6 +4,7 @@ or transformers; deltas, refusals, ends of every kind. Runs in the test's own th
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import fsspec
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from rich.console import Console
 
 from infer import ArtifactRefusedError, Completion, Engine, SamplingParams
 from infer.artifacts import (
@@ -21,11 +25,18 @@ from infer.artifacts import (
     ArtifactReader,
     ArtifactReceipt,
     ArtifactRequest,
+    ManagedTarget,
     SinkTarget,
     decode,
     open_artifact,
 )
 from infer.artifacts.record import CACHED, CAPTURED, RECOMPUTED, FieldRows
+from infer.artifacts.v2.conversion import record_of
+from infer.artifacts.v2.writer import encode_v2
+from infer.artifacts.verify import recorded_params
+from infer.cli.app import main
+from infer.cli.session import Session
+from infer.config.env import read_environment
 from infer.engine.blocking import BlockingEngine
 from infer.models import qwen3_moe
 from infer.testing.tiny_models import random_transformers_model
@@ -524,3 +535,146 @@ def test_limits_of_their_own(checkpoint: Path) -> None:
         shown = small.engine.artifact_limits()
         assert shown["v2_max_decoded_bytes"] == 50_000 and shown["max_decoded_bytes"] == 400
     assert len(shelf.objects) == 2
+
+
+# -- read back ---------------------------------------------------------------------------------------------------------
+
+
+class CountingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """What the engine wrote to memory, with every range that is asked for."""
+
+    protocol = "counting-v2"
+    ranges: list[tuple[int, int]] = []  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        name: str = super()._strip_protocol(path.replace("counting-v2://", "memory://"))
+        return name
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+        self.ranges.append((start or 0, end or 0))
+        data: bytes = super().cat_file(path, start=start, end=end, **options)
+        return data
+
+
+def profile(url: str) -> dict[str, Any]:
+    here = {"url": url, "allowed_prefixes": ["runs"], "create_only": True}
+    return {"enable_managed_fsspec": True, "storage_profiles": {"here": here}}
+
+
+@pytest.mark.row("X-ARTIFACT-V2", "range reads fetch only the named field of an object that the engine wrote")
+def test_one_field_is_read_from_the_store(checkpoint: Path) -> None:
+    """Of an object of several hundred KiB: the header, then the routes, or one layer's hidden states."""
+    fsspec.register_implementation("counting-v2", CountingFileSystem, clobber=True)
+    with serve(checkpoint, capture=CAPTURE, artifacts=profile("memory://v2-requests")) as running:
+        request = ArtifactRequest(
+            target=ManagedTarget("here", "runs/a"), contents=("hidden_states", "moe_routes"), format=V2
+        )
+        done = running.generate(prompt(500, seed=15), sampled(9, return_routed_experts=True), artifact=request)
+    receipt = receipt_of(done)
+    assert receipt.object_id == "here:runs/a" and (receipt.actual_bytes or 0) > 200_000
+    CountingFileSystem.ranges.clear()
+    reader = open_artifact("counting-v2://v2-requests/runs/a")
+    head = CountingFileSystem.ranges.copy()
+    assert len(head) == 1
+    routes_equal(reader, done)
+    routes = CountingFileSystem.ranges[1:]
+    assert sum(end - start for start, end in routes) < 5_000 and len(routes) <= 2
+    CountingFileSystem.ranges.clear()
+    states = reader.field("hidden_states", tokens=slice(490, 495), layers=[2])
+    assert states.values.shape == (5, 1, 64) and states.row_start == 490
+    assert sum(end - start for start, end in CountingFileSystem.ranges) < (receipt.actual_bytes or 0)
+
+
+@pytest.mark.row("X-VERIFY", "judges what was written as generation_artifact_v2, sampling and format read from it")
+def test_what_was_written_is_verified(engine: BlockingEngine, checkpoint: Path, tmp_path: Path) -> None:
+    """Sampled at a temperature, with processed log-probabilities: all of it is in the file."""
+    shelf = Shelf()
+    params = sampled(20, temperature=0.7, top_k=50, n=2, logprobs_mode="processed", logit_bias={9: -1.0})
+    engine.generate(prompt(30, seed=16), params, artifact=shelf.request("moe_routes", "selected_logprobs"))
+    path = tmp_path / "a.infgen"
+    path.write_bytes(shelf.objects[-1])
+    known = recorded_params(shelf.last.provenance)
+    assert (known.temperature, known.top_k, known.logprobs_mode, known.logit_bias) == (0.7, 50, "processed", {9: -1.0})
+    console = Console(file=io.StringIO(), soft_wrap=True, color_system=None)
+    environment = read_environment({"INFER_CACHE_DIR": str(tmp_path / "cache")})
+    settings = ["--platform.threads", "1", "--cache.num-blocks", "128"]
+    arguments = ["verify", str(path), "--model", str(checkpoint), *settings]
+    assert main(arguments, Session(stated_environment=environment, err=console)) == 0
+    broken = open_artifact(path).artifact()
+    ids = np.array(broken.choices[0].sequence_token_ids)
+    ids[32] = (ids[32] + 1) % 300 + 3
+    wrong = replace(broken, choices=[replace(broken.choices[0], sequence_token_ids=ids), *broken.choices[1:]])
+    path.write_bytes(encode_v2(record_of(wrong, provenance=shelf.last.provenance)).data)
+    assert main(arguments, Session(stated_environment=environment, err=console)) == 1
+
+
+# -- a plugin's field --------------------------------------------------------------------------------------------------
+
+PLUGIN = """
+from infer.config.capture import CaptureProfile
+from infer.plugins import hookimpl
+from infer.plugins.artifact_field import ArtifactFieldSpec
+
+
+class FirstChoice:
+    def __init__(self, facts):
+        self._profile = CaptureProfile(
+            name="first_choice", dtype="int32", row_shape=(len(facts.routed_layers),), model_identity=facts.model_identity
+        )
+
+    def profile(self):
+        return self._profile
+
+    def select(self, tap, tokens, out):
+        out.copy_(tap[:, :, 0].index_select(1, tokens).T)
+
+    def encode(self, rows, count):
+        return rows
+
+    def decode(self, data, count):
+        return data
+
+
+@hookimpl
+def infer_artifact_fields():
+    return [
+        ArtifactFieldSpec(
+            name="first_choice",
+            api=1,
+            factory="first_choice_plugin:FirstChoice",
+            coordinate="executed_token",
+            reuse="prefix_block",
+            tap="router",
+            encoding="raw",
+            example={},
+        )
+    ]
+"""
+
+
+@pytest.mark.row("X-ARTIFACT-V2", "any field: a plugin's own, as distribution.name")
+@pytest.mark.row("X-AUX-KINDS", "a plugin's field is delivered without a line of ours about it")
+def test_a_field_of_a_plugin(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution that is installed beside infer; rows are reused with the prefix cache like any other."""
+    (tmp_path / "first_choice_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "first_choice-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: First-Choice\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[infer]\nfields = first_choice_plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    capture = {"routed_experts": True, "fields": ["first_choice"]}
+    shelf, name = Shelf(), "first-choice.first_choice"
+    with serve(checkpoint, capture=capture) as running:
+        for _ in range(2):
+            done = running.generate(prompt(40, seed=17), sampled(6), artifact=shelf.request("moe_routes", name))
+        assert done.usage.cached_tokens == 32
+        with pytest.raises(
+            ArtifactRefusedError, match=r"'first_choice' is not supported; .*first-choice\.first_choice"
+        ):
+            running.generate(prompt(8), sampled(4), artifact=shelf.request("first_choice"))
+    for data in shelf.objects:
+        reader = open_artifact(data)
+        rows = reader.field(name)
+        assert rows.executed and rows.values.dtype == np.int32 and rows.num_rows == 45
+        assert np.array_equal(rows.values, reader.field("moe_routes").values[:, :, 0])
