@@ -383,12 +383,8 @@ def config_error(error: ValidationError) -> ConfigError:
         # A union adds the member it tried to the location, and complains once per member.
         setting = next((name for name in (".".join(parts[:2]), path) if name in known), path)
         message = item["msg"].removeprefix("Value error, ")
-        given = f"{setting}={item.get('input')!r}"
-        if setting in _SECRET:  # what is wrong inside is said by its name
-            given = setting = path
-        lines[setting] = f"{lines[setting]}, or: {message}" if setting in lines else f"{given}: {message}"
-    return ConfigError("; ".join(lines.values()), fields=tuple(dict.fromkeys(map(_setting_of, lines))))
-
-
-def _setting_of(path: str) -> str:
-    return next((name for name in _SECRET if path.startswith(f"{name}.")), path)
+        secret = setting in _SECRET  # what is wrong inside is said by its name
+        key, given = (path, path) if secret else (setting, f"{setting}={item.get('input')!r}")
+        lines[key] = f"{lines[key]}, or: {message}" if key in lines else f"{given}: {message}"
+    fields = (next((name for name in _SECRET if path.startswith(f"{name}.")), path) for path in lines)
+    return ConfigError("; ".join(lines.values()), fields=tuple(dict.fromkeys(fields)))

@@ -22,6 +22,7 @@ from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from infer.artifacts.request import ArtifactRequest
     from infer.engine.aux.rows import RequestRows
     from infer.engine.outputs import Outbox
     from infer.engine.scheduler.scheduler import Scheduler
@@ -328,9 +329,10 @@ def check_name(request_id: object, running: Container[str]) -> str:
 def check_many(
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams | None] | None,
+    artifacts: Sequence[ArtifactRequest | None] | None,
     max_concurrent: int | None,
-) -> list[SamplingParams | None]:
-    """The parameters of each prompt of `generate_many`."""
+) -> tuple[list[SamplingParams | None], Sequence[ArtifactRequest | None]]:
+    """The parameters and the artifact of each prompt of `generate_many`."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes | bytearray):
         raise InvalidRequestError(
             f"prompts is {type(prompts).__name__}; give a list of prompts", parameter="prompts", value=prompts
@@ -338,13 +340,20 @@ def check_many(
     each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
     if len(each) != len(prompts):
         raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} params", parameter="params", value=len(each))
+    wanted = [None] * len(prompts) if artifacts is None else artifacts
+    if not isinstance(wanted, Sequence) or len(wanted) != len(prompts):  # one object cannot hold several requests
+        raise InvalidRequestError(
+            f"artifacts={shown(artifacts)}: give a list of {len(prompts)}, one for each prompt",
+            parameter="artifacts",
+            value=artifacts,
+        )
     if max_concurrent is not None and (type(max_concurrent) is not int or max_concurrent < 1):
         raise InvalidRequestError(
             f"max_concurrent={shown(max_concurrent)} is not a positive integer",
             parameter="max_concurrent",
             value=max_concurrent,
         )
-    return each
+    return each, wanted
 
 
 def refuse_unavailable(**arguments: object) -> None:

@@ -280,14 +280,20 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
+        artifacts: Sequence[ArtifactRequest | None] | None = None,
         max_concurrent: int | None = None,
     ) -> list[Completion]:
         """All prompts, answers in the order of the prompts. The first failure cancels the rest and is raised.
 
-        params: one for all, or one per prompt. max_concurrent: None takes twice scheduler.max_num_seqs.
+        params: one for all, or one per prompt. artifacts: one per prompt. max_concurrent: None takes twice
+        scheduler.max_num_seqs.
         """
-        each = check_many(prompts, params, max_concurrent)
-        return await at_most(max_concurrent or 2 * self.resolved.scheduler.max_num_seqs, self.generate, prompts, each)
+        each, wanted = check_many(prompts, params, artifacts, max_concurrent)
+        return await at_most(
+            max_concurrent or 2 * self.resolved.scheduler.max_num_seqs,
+            lambda n: self.generate(prompts[n], each[n], artifact=wanted[n]),
+            len(prompts),
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request with what it has, finish_reason "abort". False if there is no such request."""

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 import anyio
 
-from infer.types import Completion, Prompt, SamplingParams
-
-Generate = Callable[[Prompt, SamplingParams | None], Awaitable[Completion]]
+from infer.types import Completion
 
 
-async def at_most(
-    limit: int, generate: Generate, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None]
-) -> list[Completion]:
-    """Answers in the order of the prompts. The first failure cancels the rest and is raised."""
+async def at_most(limit: int, generate: Callable[[int], Awaitable[Completion]], count: int) -> list[Completion]:
+    """Answers to the prompts 0 to `count` - 1, in this order. The first failure cancels the rest and is raised."""
     limiter = anyio.Semaphore(limit)
-    done: list[Completion | None] = [None] * len(prompts)
+    done: list[Completion | None] = [None] * count
     failures: list[Exception] = []
 
     async def one(index: int) -> None:
         async with limiter:
             try:
-                done[index] = await generate(prompts[index], params[index])
+                done[index] = await generate(index)
             except Exception as error:
                 failures.append(error)
                 tasks.cancel_scope.cancel()
 
     async with anyio.create_task_group() as tasks:
-        for index in range(len(prompts)):
+        for index in range(count):
             tasks.start_soon(one, index)
     if failures:
         raise failures[0]

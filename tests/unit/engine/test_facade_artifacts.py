@@ -184,6 +184,27 @@ class TestContents:
         assert done.finish_reason == "stop"
         assert tokens_of(shelf.only) == [[*b"x", *done.token_ids]]
 
+    async def test_each_of_many_prompts_has_its_own(self) -> None:
+        """`generate_many`: in the order of the prompts, none where none is asked for."""
+        shelf = Shelf()
+        async with engine_of() as engine:
+            few = SamplingParams(max_tokens=4, seed=1)
+            wanted = [shelf.request(), None, shelf.request()]
+            done = await engine.generate_many(["ab", "cd", "ef"], few, artifacts=wanted, max_concurrent=1)
+            for wrong in (wanted[:2], shelf.request()):
+                given: Any = wrong
+                with pytest.raises(InvalidRequestError, match="a list of 3, one for each prompt") as refused:
+                    await engine.generate_many(["ab", "cd", "ef"], few, artifacts=given)
+                assert refused.value.parameter == "artifacts"
+            nothing_held(engine)
+        receipts = [one.artifact for one in done]
+        assert receipts[1] is None and len(shelf.objects) == 2
+        for index in (0, 2):
+            receipt = receipts[index]
+            assert receipt is not None and receipt.object_id is not None
+            held = decode(shelf.objects[int(receipt.object_id.removeprefix("shelf/")) - 1], sha256=receipt.sha256)
+            assert tokens_of(held) == [[*done[index].prompt_token_ids, *done[index].token_ids]]
+
     async def test_every_loop_gives_the_same_object(self) -> None:
         """T114."""
         shelf = Shelf()
