@@ -3,19 +3,24 @@ Used by the engine and model tests in this directory; runs in the test's own thr
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from infer import Completion, Engine, EngineConfig, SamplingParams
+from infer.backends.cpu import platform as native_platform
+from infer.backends.reference import platform as reference_platform
 from infer.engine.blocking import BlockingEngine
 from infer.engine.step import StepPlan
 from infer.models import gemma3, llama, qwen2, qwen3
+from infer.plugins.platform import Ops
 from infer.testing.tiny_models import random_transformers_model
 
 VOCAB = 320
@@ -99,6 +104,18 @@ def engine_config(path: Path | str, /, **sections: Any) -> EngineConfig:
 def serve(path: Path | str, /, **sections: Any) -> BlockingEngine:
     """The engine behind a plain `with`: `generate_many` runs its prompts together."""
     return Engine.blocking(engine_config(path, **sections))
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, change: Callable[[Ops], dict[str, Any]]) -> None:
+    """Negative controls: engines started from now on compute with these ops replaced, on whatever platform."""
+    for module in (native_platform, reference_platform):
+        original = module.make_ops
+
+        def spoiled(*args: Any, _original: Any = original) -> Ops:
+            table = _original(*args)
+            return dataclasses.replace(table, **change(table))
+
+        monkeypatch.setattr(module, "make_ops", spoiled)
 
 
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:

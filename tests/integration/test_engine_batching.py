@@ -3,7 +3,6 @@ Oracle: transformers, one prompt at a time. The step trace is what the executor 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from infer import Engine, SamplingParams
-from infer.backends.reference import platform as reference
 from infer.engine.step import StepPlan
 
 from .engine_support import (
@@ -32,6 +30,7 @@ from .engine_support import (
     record,
     same_tokens,
     serve,
+    spoil,
     write_checkpoint,
 )
 
@@ -97,8 +96,7 @@ def test_sixteen_prompts_at_once(model: Path, oracle: Oracle, depth: int) -> Non
 
 def test_a_wrong_rotation_is_noticed(model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: without rotary embeddings it does."""
-    unrotated = dataclasses.replace(reference.OPS, rotary=lambda q, k, cos, sin: (q, k))
-    monkeypatch.setattr(reference, "OPS", unrotated)
+    spoil(monkeypatch, lambda ops: {"rotary": lambda q, k, cos, sin: (q, k)})
     with serve(model) as engine:
         done = engine.generate_many(PROMPTS[:4], greedy(32))
     expected = [oracle.greedy(p, 32) for p in PROMPTS[:4]]

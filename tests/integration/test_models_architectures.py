@@ -3,14 +3,12 @@ Random two-layer models in fp32, written as checkpoints and loaded as a user wou
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.backends.reference import platform as reference
 from infer.models import deepseek_v2, deepseek_v3
 
 from .engine_support import (
@@ -25,6 +23,7 @@ from .engine_support import (
     record,
     same_tokens,
     serve,
+    spoil,
     write_checkpoint,
 )
 
@@ -85,7 +84,7 @@ def test_greedy_tokens_equal_transformers(name: str, made: Make) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_comparison_notices_a_missing_rotation(name: str, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     path, oracle = made(name)
-    monkeypatch.setattr(reference, "OPS", dataclasses.replace(reference.OPS, rotary=lambda q, k, cos, sin: (q, k)))
+    spoil(monkeypatch, lambda ops: {"rotary": lambda q, k, cos, sin: (q, k)})
     with serve(path) as engine:
         done = engine.generate(prompt(130), greedy(24))
     with pytest.raises(AssertionError):
@@ -167,9 +166,8 @@ def test_a_prompt_four_times_the_window(name: str, made: Make, monkeypatch: pyte
     expected = oracle.greedy(ids, 32)
     with serve(path) as engine:
         assert same_tokens(engine.generate(ids, greedy(32)).token_ids, expected) > 16
-    attention = reference.OPS.attention
-    blind = dataclasses.replace(reference.OPS, attention=lambda *args: attention(*args[:5], None, args[6]))
-    monkeypatch.setattr(reference, "OPS", blind)  # the negative control: every position is seen
+    # The negative control: every position is seen.
+    spoil(monkeypatch, lambda ops: {"attention": lambda *args: ops.attention(*args[:5], None, args[6])})
     with serve(path, cache={"prefix_caching": False}) as engine:
         wrong = engine.generate(ids, greedy(32)).token_ids
     with pytest.raises(AssertionError):

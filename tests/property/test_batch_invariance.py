@@ -23,7 +23,7 @@ from infer.plugins.manager import build_registry
 from infer.testing.tiny_models import make_checkpoint
 from infer.types import Completion
 
-MODELS = ("llama", "gemma3", "qwen3_moe", "deepseek_v3")
+MODELS = ("llama", "gemma3", "qwen3_moe", "qwen2_moe", "deepseek_v3")
 """Full attention; sliding windows and softcaps; experts; latent attention with grouped routing."""
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1")
 """A Llama whose weights stay in these blocks."""

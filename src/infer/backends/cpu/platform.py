@@ -59,6 +59,10 @@ class NativePlatform:
     def reserve_workspace(self, num_bytes: int) -> None:
         self._scratch.reserve(num_bytes)
 
+    def trim(self) -> None:
+        self._scratch.trim()
+        memory.return_free_memory()
+
     def synchronize(self) -> None:
         """Nothing is queued."""
 
@@ -111,7 +115,7 @@ def infer_platforms() -> list[PlatformSpec]:
             api=API_VERSION,
             factory=f"{__name__}:create",
             probe=f"{__name__}:probe",
-            priority=-1,
+            priority=10,
             compiles=True,
             example={"threads": 2},
         )
