@@ -419,6 +419,12 @@ class CaptureDriver(StepDriver):
         self.scheduler.finish(request, "abort")
         return hit.num_tokens
 
+    def refuse(self, keys: list[Key]) -> None:
+        """The store says that it does not have these."""
+        result = StepResult(self.scheduler._step_id, [], [])
+        result.aux_refused = keys
+        self.aux.applied(result)
+
     def check_rows(self, request: Request) -> None:
         """Every row that belongs to the request's tokens is there and right."""
         rows = request.rows
@@ -435,6 +441,20 @@ class CaptureDriver(StepDriver):
             assert len(out.status) == sum(count for count, _ in out.versions) == out.count
             assert bytes(out.data) == expected_data(out, profile, request.token_ids)
 
+    def check_store(self) -> None:
+        """Whatever the store has, kept or not, is right."""
+        size = self.kv.block_size
+        contents = {
+            block_hash: request.token_ids[: (index + 1) * size]
+            for request in self.requests
+            for index, block_hash in enumerate(request.blocks.hashes)
+        }
+        for profile in PROFILES:
+            for (_, block_hash, version), data in self.captures.stores[profile.name].data.items():
+                ids = contents[block_hash]
+                block = range(len(ids) - size, len(ids))
+                assert data == b"".join(row(profile, ids[: i + 1], version) for i in block)
+
     def check_versions(self, request: Request) -> None:
         spans = request.weight_versions(request.num_output)
         assert [version for first, end, version in spans for _ in range(first, end)] == self.versions.get(request, [])
@@ -449,6 +469,7 @@ class CaptureDriver(StepDriver):
         kept = {key for store in self.captures.stores.values() for key in store.retained}
         assert kept == set(self.aux.retained._objects)
         assert all(key in self.captures.stores[key[0]].data for key in kept)
+        self.check_store()
         for name, store in self.captures.stores.items():
             assert sum(key[0] == name for key in kept) <= store.capacity
 

@@ -172,7 +172,7 @@ class RealCaptures:
             name: SimpleNamespace(
                 capacity=store.num_objects,
                 retained={parse(name, key) for key in store.inner._references},
-                data={parse(name, key) for key in store.inner._slots},
+                data={parse(name, key): store.inner.read([key])[0] for key in list(store.inner._slots)},
             )
             for name, store in self.direct.items()
         }

@@ -343,7 +343,7 @@ def test_retained_objects_agree_with_the_store(actions: list[tuple[int, str]], c
     for number, action in actions:
         key: Key = ("f", bytes([number]), 0)
         if action == "pin":
-            found = index.pin(key)
+            found = index.publish(key)
             assert (found is None) == (key not in index) and (found or index.num_pinned == capacity)
             pins += [found] if found else []
         elif action == "unpin" and pins:
@@ -351,7 +351,7 @@ def test_retained_objects_agree_with_the_store(actions: list[tuple[int, str]], c
         elif action == "discard":
             index.discard([key], even_pinned=number % 2 == 0)
         elif action == "missing":
-            index.missing(key)
+            index.missing(key, 0)
             assert key not in index
         elif action == "gone":
             gone ^= {key[1]}

@@ -131,7 +131,8 @@ class AuxCoordinator:
             capture.weight_version, capture.max_blocks = source.weight_version, source.max_blocks
         for block_hash in hashes[emit_from // self._block_size :]:
             for name in rows.fields:
-                self._pin(capture, (name, block_hash, capture.weight_version))
+                if (pinned := self.retained.pin((name, block_hash, capture.weight_version))) is not None:
+                    capture.pinned.append(pinned)
         self._next_id += 1
         self._live[capture.capture_id] = capture
         request.capture_id = capture.capture_id
@@ -157,12 +158,13 @@ class AuxCoordinator:
         if capture is not None and (hashes := self._next_hashes(capture)):
             self._hashes.append((capture.capture_id, hashes))
 
-    def end_step(self) -> tuple[AuxPlan | None, list[Key]]:
+    def end_step(self, step_id: int) -> tuple[AuxPlan | None, list[Key]]:
         """What the plan carries, and the objects that come into being with it, should its step fail."""
         size = self._block_size
         for capture in self._live.values():
             if capture.request.num_computed >= (capture.num_sent + 1) * size:
                 self.computed(capture.request)  # a hash can become known after its block was computed
+        self.retained.step_id = step_id + 1
         if not (self._live or self._ends or self.retained.has_changes()):
             return None, []
         retain, release, discard = self.retained.take_changes()
@@ -203,13 +205,8 @@ class AuxCoordinator:
     def applied(self, result: StepResult) -> None:
         """What a step says of objects, whoever's they are."""
         self.stats.uniform_blocks += result.aux_uniform_blocks
-        if result.aux_refused:
-            self.refused(result.aux_refused)
-
-    def refused(self, keys: Iterable[Key]) -> None:
-        """The store had no room for these: their blocks count as missing."""
-        for key in keys:
-            self.retained.missing(key)
+        for key in result.aux_refused:
+            self.retained.missing(key, result.step_id)
 
     def failed(self, published: Iterable[Key]) -> None:
         """A step failed: what it and later ones brought, and what has ended since, cannot be trusted."""
@@ -238,13 +235,9 @@ class AuxCoordinator:
                 if key not in self.retained:
                     capture.published.append(key)
                     self._published.append(key)
-                self._pin(capture, key)
+                if (pinned := self.retained.publish(key)) is not None:
+                    capture.pinned.append(pinned)
         return hashes
-
-    def _pin(self, capture: _Capture, key: Key) -> None:
-        pinned = self.retained.pin(key)
-        if pinned is not None:
-            capture.pinned.append(pinned)
 
     def _let_go(self, capture: _Capture) -> None:
         """Last block first, so that a sequence's tail dies first."""

@@ -25,6 +25,8 @@ class RetainedObject:
     retained: bool = True
     there: bool = True
     """False: the store said that it is not. Who counts on it already may still find it, so it is kept as long."""
+    since: int = 0
+    """The step that last published it."""
 
 
 class RetainedObjects:
@@ -32,6 +34,8 @@ class RetainedObjects:
 
     def __init__(self, capacities: Mapping[str, int], is_cached: Callable[[bytes], bool]) -> None:
         self.weight_version = 0
+        self.step_id = 0
+        """The step being planned."""
         self._capacities = capacities
         self._is_cached = is_cached
         self._objects: dict[Key, RetainedObject] = {}
@@ -51,9 +55,15 @@ class RetainedObjects:
     def num_pinned(self) -> int:
         return len(self._objects) - sum(len(idle) for idle in self._idle.values())
 
+    def publish(self, key: Key) -> RetainedObject | None:
+        """Pin an object that the step being planned brings."""
+        found = self.pin(key)
+        if found is not None:
+            found.there, found.since = True, self.step_id
+        return found
+
     def pin(self, key: Key) -> RetainedObject | None:
-        """Keep the object, which is there or about to be, until `unpin`; None when everything kept is pinned and there is
-        no room for one more."""
+        """Keep the object until `unpin`; None when everything kept is pinned and there is no room for one more."""
         found = self._objects.get(key)
         if found is None:
             field = key[0]
@@ -65,7 +75,6 @@ class RetainedObjects:
         elif not found.pins:
             del self._idle[key[0]][key]
         found.pins += 1
-        found.there = True
         return found
 
     def unpin(self, found: RetainedObject) -> None:
@@ -91,11 +100,11 @@ class RetainedObjects:
                 self._drop(found)
             self._discarded[key] = None
 
-    def missing(self, key: Key) -> None:
-        """The store says that it does not have this object: nobody is to count on it any more. The word may be late, and the
-        object there by now: then its being computed once more is all that is lost."""
+    def missing(self, key: Key, step_id: int) -> None:
+        """The store says, in the result of that step, that it does not have this object: nobody is to count on it any more.
+        Should the word be late and the object there by now, its being computed once more is all that is lost."""
         found = self._objects.get(key)
-        if found is None:
+        if found is None or found.since > step_id:
             return
         found.there = False
         if not found.pins:

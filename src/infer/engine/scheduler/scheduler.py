@@ -121,7 +121,7 @@ class Scheduler:
         forked = [child for _, child in draft.forked]
         step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, forked, registered, self.weight_version)
         if self.aux is not None:
-            step.plan.aux, step.published = self.aux.end_step()
+            step.plan.aux, step.published = self.aux.end_step(step.plan.step_id)
         self._freed_slots = []
         self._step_id += 1
         self._in_flight.append(step)
@@ -234,10 +234,10 @@ class Scheduler:
         threshold = self.config.long_prefill_threshold
         return bool(threshold) and len(request.token_ids) > threshold
 
-    def _preempt(self, request: Request, *, failed: bool = False) -> None:
+    def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         if self.aux is not None:
-            self.aux.ended(request, failed=failed)
+            self.aux.ended(request)
         self.kv.release(request)
         self._give_back_slot(request)
         request.preempt()
@@ -314,7 +314,7 @@ class Scheduler:
             request.discard_in_flight()
         for request in [r for r in self.running if r.started_step > step.plan.step_id]:
             request.discard_in_flight()
-            self._preempt(request, failed=True)
+            self._preempt(request)
 
     def _new_prompt_logprobs(
         self, request: Request, step: ScheduledStep, result: StepResult, row: int

@@ -7,6 +7,7 @@ import pytest
 
 from capture_driver import HIDDEN, PROFILES, ROUTES, CaptureDriver
 from infer.engine.aux.coordinator import cap_external_hit
+from infer.engine.aux.index import RetainedObjects
 from infer.engine.aux.rows import CACHED, CAPTURED, RECOMPUTED
 from infer.engine.request import Request, Status
 from infer.engine.step import StepPlan
@@ -134,12 +135,12 @@ class TestHits:
         """Only the rows of block 1 are missing."""
         driver = self.driver_with(80)
         gone = [key for key in driver.aux.retained._objects if key[1] == driver.requests[0].blocks.hashes[1]]
-        driver.aux.refused(gone)
+        driver.refuse(gone)
         assert driver.hit(prompt(80), start=start) == hit
 
     def test_every_field_asked_for_counts(self) -> None:
         driver = self.driver_with(80)
-        driver.aux.refused([(HIDDEN.name, driver.requests[0].blocks.hashes[2], 0)])
+        driver.refuse([(HIDDEN.name, driver.requests[0].blocks.hashes[2], 0)])
         assert driver.hit(prompt(80), fields=MOE) == 64
         assert driver.hit(prompt(80), fields=BOTH) == 32
 
@@ -428,6 +429,10 @@ class TestFailures:
         driver.check_rows(whole)
         assert broken.rows is not None and broken.rows.failure == "rows of hidden_states are lost"
         assert driver.hit(prompt(80), fields=(HIDDEN.name,)) == 0
+        long = driver.add(prompt(20, 2), 40, fields=BOTH)
+        driver.run()
+        assert long.num_output == 40
+        assert hashes_sent(driver, 2)[-1] == 1, "after the loss nothing more is shared"
 
     @pytest.mark.parametrize("late", [False, True])
     def test_nothing_of_a_failed_step_is_found(self, late: bool) -> None:
@@ -443,6 +448,10 @@ class TestFailures:
         driver.run(2)
         assert a.finish_reason == "error" and b.finish_reason == "length"
         driver.check_rows(b)
+        c = driver.add([*prompt(80), 1], 2, fields=MOE)
+        driver.run(2)
+        assert c.num_cached_tokens == 80
+        driver.check_rows(c)
         driver.assert_nothing_left()
         driver.check_drained()
 
@@ -453,6 +462,55 @@ class TestFailures:
         driver.run()
         assert request.finish_reason == "error"
         assert driver.hit(prompt(80)) == 0 and len(driver.aux.retained) == 0
+        driver.assert_nothing_left()
+        assert not driver.captures.stores[ROUTES.name].data
+
+    def test_objects_that_others_brought_outlive_a_row_that_failed(self) -> None:
+        """The second computes the same blocks (it reads no cache) and fails."""
+        driver = CaptureDriver()
+        driver.add(prompt(80), 2, fields=MOE)
+        driver.run()
+        driver.worker.row_error = lambda ids: "poisoned" if len(ids) > 80 else None
+        failed = driver.add(prompt(80), 2, fields=MOE, prompt_logprobs=0)
+        driver.run()
+        assert failed.finish_reason == "error"
+        assert driver.hit(prompt(80)) == 64
+
+    def test_objects_that_others_need_outlive_a_row_that_failed(self) -> None:
+        """The second has hit the first's blocks and is still in its prompt when the first fails."""
+        driver = CaptureDriver(max_num_batched_tokens=82)
+        driver.worker.row_error = lambda ids: "poisoned" if 81 <= len(ids) < 200 else None
+        first = driver.add(prompt(80), 4, fields=MOE)
+        driver.step()
+        second = driver.add([*prompt(80), *prompt(220, 1)], 4, fields=MOE)
+        driver.run()
+        assert first.finish_reason == "error" and second.num_cached_tokens == 80
+        driver.check_rows(second)
+        driver.assert_nothing_left()
+        driver.check_drained()
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_what_ended_while_its_last_step_failed_is_not_found(self, late: bool) -> None:
+        """Step 0 ends the request; step 1, which was to complete its first block, fails."""
+        driver = CaptureDriver(late=late)
+        probe = driver.add(prompt(15, 1), 1)
+        driver.run()
+        eos = probe.token_ids[-1]
+        request = driver.add(prompt(15, 1), 9, fields=MOE, stop_ids={eos: None})
+        driver.schedule()
+        driver.worker.fail_at = lambda plan: PlannedFailure("planted")
+        driver.schedule()
+        driver.worker.fail_at = lambda plan: None
+        driver.run(2)
+        assert request.finish_reason == "stop"
+        driver.check_rows(request)
+        driver.add([*request.token_ids, 1], 1)
+        driver.run()
+        again = driver.add([*request.token_ids, 1], 1, fields=MOE)
+        driver.run()
+        driver.check_rows(again)
+        driver.assert_nothing_left()
+        driver.check_drained()
 
     def test_refused_objects_count_as_missing(self) -> None:
         driver = CaptureDriver()
@@ -464,6 +522,40 @@ class TestFailures:
         assert driver.hit(prompt(80)) == 16
         driver.assert_nothing_left()
         driver.check_drained()
+
+
+class TestLateHashes:
+    """Depth 2: the token that completes block 0 is drawn by step 0 and fed by step 1, before its id is known."""
+
+    def test_it_is_sent_though_the_request_is_not_in_the_step(self) -> None:
+        driver = CaptureDriver()
+        request = driver.add(prompt(15), 2, fields=MOE)
+        driver.add(prompt(15, 1), 9)
+        driver.schedule()
+        driver.schedule()
+        driver.apply()
+        step = driver.schedule()
+        assert step is not None and request not in step.requests
+        assert hashes_sent(driver) == [0, 0, 1]
+        driver.run(2)
+        assert driver.hit([*request.token_ids, 1]) == 16
+
+    @pytest.mark.parametrize("preempted", [False, True])
+    def test_it_goes_with_the_end(self, preempted: bool) -> None:
+        driver = CaptureDriver()
+        request = driver.add(prompt(15), 3 if preempted else 2, fields=MOE)
+        driver.schedule()
+        driver.schedule()
+        driver.apply()
+        if preempted:
+            driver.scheduler._preempt(request)
+        driver.run(2)
+        driver.add([7], 1)
+        driver.run()
+        sent = [len(hashes) for plan in driver.worker.plans for one, hashes in ends(plan) if one == 0]
+        assert sent == [1]
+        assert preempted or driver.hit([*request.token_ids, 1]) == 16
+        driver.check_rows(request)
 
 
 class TestRetention:
@@ -617,6 +709,17 @@ class TestForks:
             assert request.num_output == 6
             driver.check_rows(request)
 
+    def test_weights_committed_before_the_fork_end_the_sharing(self) -> None:
+        """The choices go on from blocks of two versions: theirs are not those of the new weights alone."""
+        driver = CaptureDriver(max_num_batched_tokens=32)
+        choices = self.family(driver, 40, 3, max_tokens=30)
+        driver.step()
+        driver.scheduler.commit_version(4)
+        driver.run()
+        for request in choices:
+            driver.check_rows(request)
+        assert {key[2] for key in driver.aux.retained._objects} == {0}
+
     def test_rows_that_the_parent_lost_are_lost_for_all(self) -> None:
         driver = CaptureDriver()
         choices = self.family(driver, 40, 2)
@@ -629,3 +732,39 @@ class TestForks:
 
 def test_profiles_differ_in_size() -> None:
     assert len({profile.row_bytes for profile in PROFILES}) == 2
+
+
+class TestMissingObjects:
+    """The store says that an object is not there."""
+
+    def test_it_is_not_offered_and_who_counts_on_it_keeps_it(self) -> None:
+        objects = RetainedObjects({"f": 2}, lambda block_hash: True)
+        key = ("f", b"1", 0)
+        pinned = objects.pin(key)
+        assert pinned is not None
+        objects.missing(key, 0)
+        assert key not in objects and objects.take_changes() == ([key], [], [])
+        objects.unpin(pinned)
+        assert objects.take_changes() == ([], [key], []) and len(objects) == 0
+
+    def test_publishing_it_once_more_brings_it_back(self) -> None:
+        objects = RetainedObjects({"f": 2}, lambda block_hash: True)
+        key = ("f", b"1", 0)
+        objects.publish(key)
+        objects.missing(key, 0)
+        objects.pin(key)
+        assert key not in objects
+        objects.step_id = 1
+        objects.publish(key)
+        assert key in objects
+        objects.missing(key, 0)
+        assert key in objects, "step 0 does not know what step 1 brought"
+
+    def test_an_idle_one_is_released(self) -> None:
+        objects = RetainedObjects({"f": 2}, lambda block_hash: True)
+        key = ("f", b"1", 0)
+        pinned = objects.pin(key)
+        assert pinned is not None
+        objects.unpin(pinned)
+        objects.missing(key, 0)
+        assert objects.take_changes() == ([], [], []) and key not in objects
