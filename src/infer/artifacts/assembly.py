@@ -9,6 +9,7 @@ import numpy as np
 from infer.artifacts.capture import Capture, CapturedChoice
 from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
 from infer.artifacts.v1.encoder import Encoded, encode_v1
+from infer.artifacts.v2.assembly import encode_open as encode_open
 from infer.config.capture import MOE_ROUTES
 from infer.errors import ArtifactError, ArtifactFieldMissingError
 from infer.types import CapturedRows, Choice

@@ -303,8 +303,7 @@ class ArtifactPipeline:
         return _receipt(job.ticket, "ready", job.encoded, object_id)
 
     async def _encode(self, job: _Job) -> Encoded | EncodedV2:
-        from infer.artifacts.assembly import encode_source  # noqa: PLC0415  numpy, with the first artifact only
-        from infer.artifacts.v2.assembly import encode_open  # noqa: PLC0415
+        from infer.artifacts.assembly import encode_open, encode_source  # noqa: PLC0415  numpy, with the first artifact
 
         begun, source = time.monotonic(), job.source
         try:

@@ -16,6 +16,9 @@ from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig
 from infer.types import SamplingParams
 
+_RETURNED = frozenset({"return_routed_experts", "routed_experts_prompt_start", "captured_as"})
+"""Parameters that say what the response holds, not how it was sampled."""
+
 
 def engine_provenance(model: ModelConfig, resolved: ResolvedConfig, template_digest: str = "") -> Provenance:
     """What is the same for all requests of an engine."""
@@ -36,7 +39,7 @@ def engine_provenance(model: ModelConfig, resolved: ResolvedConfig, template_dig
 def with_sampling(known: Provenance, params: SamplingParams, max_tokens: int) -> Provenance:
     """For one request: its parameters as in force."""
     sampling: dict[str, SamplingValue] = {}
-    for name in type(params).model_fields:
+    for name in sorted(set(type(params).model_fields) - _RETURNED):
         value = getattr(params, name)
         if isinstance(value, dict):
             value = {str(key): item for key, item in value.items()}
