@@ -49,6 +49,9 @@ LOGPROB_INTERVAL = 256
 """Tokens after which a request whose log-probabilities go to an artifact is read, even if nobody waits for its text: as
 objects they take many times the bytes that were admitted for them."""
 
+KEPT_SET_BYTES = 2**22
+"""The same of kept sets, which may list the whole vocabulary for a token."""
+
 
 class Deliveries:
     """Admits what requests want delivered. One per engine, entered and left with it: leaving waits for what is on its way."""
@@ -184,7 +187,10 @@ class Delivery:
     @property
     def interval(self) -> int | None:
         """Tokens after which the request is to be read at the latest."""
-        return LOGPROB_INTERVAL if any(name in self._contents for name in PER_TOKEN) else None
+        if not any(name in self._contents for name in PER_TOKEN):
+            return None
+        num_kept = self._bounds.num_kept if any(name in self._contents for name in KEPT) else 1
+        return max(1, min(LOGPROB_INTERVAL, KEPT_SET_BYTES // (4 * num_kept)))
 
     async def reserve_rows(self) -> None:
         """Room for rows that go to the caller. Raises `ArtifactRefusedError`."""

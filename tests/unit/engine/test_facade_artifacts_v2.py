@@ -4,6 +4,7 @@ the object says, and what happens when something breaks."""
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -13,8 +14,10 @@ import pytest
 import infer.artifacts.v2.capture
 from infer import ArtifactRefusedError, SamplingParams
 from infer.artifacts import ArtifactReader, ArtifactRequest, SinkTarget, open_artifact
+from infer.artifacts.admission import GenerationBounds
 from infer.artifacts.record import ChoiceRecord, FieldRows, GenerationRecord, WeightSpan
 from infer.artifacts.v2.writer import encode_v2
+from infer.engine.delivery import Delivery
 from infer.testing.fake_executor import FakeWorker
 from served import Script, answer, wait_until_idle
 from unit.engine.test_facade_artifacts import FEW, Shelf, engine_of, nothing_held
@@ -216,3 +219,16 @@ async def test_room_is_reserved_for_what_is_held_and_written() -> None:
         gate.set()
     row = 20 * 8 + 8
     assert 2 * 1000 * row <= held[0] < 2.1 * 1003 * row
+
+
+@pytest.mark.parametrize(("num_kept", "tokens"), [(1, 256), (4096, 256), (2**15, 32), (2**21, 1)])
+def test_large_kept_sets_are_read_often(num_kept: int, tokens: int) -> None:
+    """As the engine hands them over they take memory that was not admitted: 4 MiB at a time."""
+    facts: Any = SimpleNamespace(request=asking(Shelf(), "kept_set"))
+    bounds = GenerationBounds(prompt_tokens=1, max_tokens=1, num_kept=num_kept)
+    pipeline: Any = None
+    assert Delivery(pipeline, bounds, facts, {}).interval == tokens
+    facts.request = asking(Shelf(), "selected_logprobs")
+    assert Delivery(pipeline, bounds, facts, {}).interval == 256
+    facts.request = asking(Shelf(), "weight_spans")
+    assert Delivery(pipeline, bounds, facts, {}).interval is None
