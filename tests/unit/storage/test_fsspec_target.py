@@ -301,6 +301,19 @@ async def test_s3_on_asyncio(anyio_backend: str) -> None:
         await made.aclose()
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_s3_stores_any_size_in_one_request(anyio_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload in parts is not created atomically; version 2 of the artifact has no limit of 64 MiB."""
+    monkeypatch.setattr(_s3, "CHUNK", 16)
+    data = DATA * 16
+    assert len(data) > 2 * _s3.CHUNK
+    with put_server() as server:
+        made = s3(server)
+        await made.put(data, if_absent=True)
+        assert list(server.objects.values()) == [data]
+        await made.aclose()
+
+
 @pytest.mark.parametrize("uri", ["http://a/b", "s3fs://a/b", "k", "ftp://a/b", "://a"])
 def test_other_schemes(uri: str) -> None:
     with pytest.raises(StorageError) as caught:
