@@ -12,6 +12,7 @@ import statistics
 import struct
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ async def run(
         assert len(done.token_ids) == tokens
         if index < captured:
             rows = done.choices[0].captured["moe_routes"]
-            assert (rows.count, rows.error) == (len(prompt) + tokens - 1, None)
+            assert (rows.count, rows.error) == (len(prompt) + tokens - 1, None), rows.error
         ended[index] = time.perf_counter()
 
     instructions, cpu, begin = counter.read(), time.process_time(), time.perf_counter()
@@ -92,23 +93,24 @@ async def run(
 
 
 async def compare(model: Path, captured: int, counted: range, options: argparse.Namespace, counter: Counter) -> Any:
-    """Pairs of runs on an engine with capture and one that has none, the first of a pair taking turns."""
+    """Pairs of runs, with and without requests that ask, the first of a pair taking turns. On one engine, for two copies
+    of the weights are not equally fast; with --two-engines the other run is on one that has no capture at all."""
     settings: dict[str, Any] = {
         "model": {"ref": str(model), "skip_tokenizer": True, "max_model_len": 512, "use_generation_config": False},
         "scheduler": {"max_num_seqs": REQUESTS},
         "platform": {"name": options.platform, "threads": options.threads},
     }
     pairs: list[tuple[Measured, Measured]] = []
-    async with (
-        Engine(EngineConfig(capture={"routed_experts": True}, **settings)) as on,
-        Engine(EngineConfig(**settings)) as off,
-    ):
+    async with AsyncExitStack() as stack:
+        on = off = await stack.enter_async_context(Engine(EngineConfig(capture={"routed_experts": True}, **settings)))
+        if options.two_engines:
+            off = await stack.enter_async_context(Engine(EngineConfig(**settings)))
         vocab_size = on._parts.model.vocab_size
         for number in range(options.pairs + 1):
             found = {}
-            for engine in (on, off) if number % 2 else (off, on):
-                asked = captured if engine is on else 0
-                found[engine is on] = await run(engine, asked, counted, options.tokens, vocab_size, counter)
+            for asking in (True, False) if number % 2 else (False, True):
+                engine, asked = (on, captured) if asking else (off, 0)
+                found[asking] = await run(engine, asked, counted, options.tokens, vocab_size, counter)
             if number:  # the first pair warms up
                 pairs.append((found[True], found[False]))
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in pairs]
@@ -156,6 +158,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--hidden", type=int, default=128, help="of the 48-layer model")
     parser.add_argument("--experts", type=int, default=64, help="of the 48-layer model")
+    parser.add_argument("--two-engines", action="store_true", help="compare with an engine that has no capture")
     parser.add_argument("--only", choices=sorted(TARGETS), action="append")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
