@@ -145,3 +145,11 @@ def test_the_schema_has_the_parent() -> None:
         schema = fields.model_json_schema()["properties"]["generation_artifact"]
         assert set(schema["properties"]["parent"]["required"]) == {"sha256", "header_sha256", "token_count"}
         assert "generation_artifact_v2" in schema["description"]
+
+
+async def test_server_info_says_what_holds() -> None:
+    async with served(settings={"admin": True}) as (client, server):
+        told = (await client.get("/server_info")).json()
+        assert told["resolved"]["numerics"] == server.engine.resolved.numerics in ("fast", "invariant")
+        assert told["artifacts"]["v2_max_decoded_bytes"] == 2**28
+        assert told["artifacts"]["v2_max_managed_bytes"] == 2**29

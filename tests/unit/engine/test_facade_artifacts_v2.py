@@ -13,7 +13,7 @@ import pytest
 
 import infer.artifacts.v2.capture
 from infer import ArtifactRefusedError, SamplingParams
-from infer.artifacts import ArtifactReader, ArtifactRequest, SinkTarget, open_artifact
+from infer.artifacts import ArtifactParent, ArtifactReader, ArtifactRequest, SinkTarget, open_artifact
 from infer.artifacts.admission import GenerationBounds
 from infer.artifacts.record import ChoiceRecord, FieldRows, GenerationRecord, WeightSpan
 from infer.artifacts.v2.writer import encode_v2
@@ -183,11 +183,21 @@ async def test_an_abort_before_the_first_token() -> None:
     assert opened(shelf).tokens().tolist() == [*b"abc"] and len(shelf.objects) == 1
 
 
+PARENT = ArtifactParent(sha256="ab" * 32, header_sha256="ab" * 32, token_count=2)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nobody records it": ({"contents": ("entropy",)}, "entropy"),
     "not captured": ({"contents": ("hidden_states",)}, "capture.hidden_layers"),
     "not a list": ({"contents": "kept_set"}, "array of strings"),
     "not names": ({"contents": (5,)}, "array of strings"),
+    "not even hashable": ({"contents": ([],), "parent": PARENT}, "array of strings"),
+    "a parent that is none": ({"parent": 5}, "ArtifactParent"),
+    "a parent of other types": (
+        {"parent": ArtifactParent(sha256=5, header_sha256=[], token_count="")},
+        "parent.sha256",
+    ),
+    "fields that are none": ({"parent": dataclasses.replace(PARENT, fields=5)}, "parent.fields"),
+    "fields of other types": ({"parent": dataclasses.replace(PARENT, fields=(5, "a"))}, "parent.fields"),
+    "a count that nothing has": ({"parent": dataclasses.replace(PARENT, token_count=2**70)}, "parent.token_count"),
     "small target": ({"target": SinkTarget(Shelf(), max_bytes=500)}, "target max_bytes"),
 }
 

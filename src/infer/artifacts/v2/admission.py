@@ -107,11 +107,12 @@ def captured_fields(contents: Sequence[str], bounds: GenerationBounds) -> dict[s
 def first_row(request: ArtifactRequest, bounds: GenerationBounds, asked: int) -> int:
     """Position of the first captured row. A delta begins with the row that its parent lacks, unless some field is to be
     whole; `asked` is routed_experts_prompt_start."""
-    captured = captured_fields(request.contents, bounds)
     parent = request.parent
-    if asked or parent is None or not captured or not set(captured) <= set(parent_fields(request, bounds)):
-        return asked
-    return max(0, parent.token_count - 1) if type(parent.token_count) is int else asked
+    if asked or parent is None or _fault(parent) or not all(isinstance(name, str) for name in request.contents):
+        return asked  # nothing was checked yet
+    captured = captured_fields(request.contents, bounds)
+    whole = set(captured) - set(parent_fields(request, bounds))
+    return asked if whole or not captured else parent.token_count - 1
 
 
 def parent_fields(request: ArtifactRequest, bounds: GenerationBounds) -> tuple[str, ...]:
@@ -203,22 +204,14 @@ def _longest(fields: Sequence[FieldBound], prompt: int, bounds: GenerationBounds
 
 
 def _check_parent(request: ArtifactRequest, parent: ArtifactParent, bounds: GenerationBounds) -> None:
-    for name in ("sha256", "header_sha256"):
-        value: object = getattr(parent, name)
-        if not isinstance(value, str) or not _SHA256.fullmatch(value):
-            raise _invalid(f"parent.{name} must be 64 lower-case hexadecimal digits")
-    for name, low in (("token_count", 1), ("choice_index", 0)):
-        number: object = getattr(parent, name)
-        if type(number) is not int or number < low:
-            raise _invalid(f"parent.{name} must be an integer of {low} or more")
+    fault = _fault(parent)
+    if fault is not None:
+        raise _invalid(fault)
     if parent.token_count > bounds.prompt_tokens:
         raise _invalid(
             f"parent.token_count={parent.token_count} leading tokens are to be the parent's, and the prompt has "
             f"{bounds.prompt_tokens}"
         )
-    names: object = parent.fields
-    if names is not None and (not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names)):
-        raise _invalid("parent.fields must be an array of strings")
     known = {"token_ids", *(name for name in request.contents if _on_both(name, bounds))}
     given = parent_fields(request, bounds)
     wrong = sorted(set(given) - known)
@@ -231,6 +224,24 @@ def _check_parent(request: ArtifactRequest, parent: ArtifactParent, bounds: Gene
             f"routed_experts_prompt_start={bounds.route_start} leaves a gap: the parent's rows end before token "
             f"{parent.token_count - 1}"
         )
+
+
+def _fault(parent: object) -> str | None:
+    """What is wrong with the values themselves: in process nothing was parsed."""
+    if not isinstance(parent, ArtifactParent):
+        return "parent must be an ArtifactParent"
+    for name in ("sha256", "header_sha256"):
+        value: object = getattr(parent, name)
+        if not isinstance(value, str) or not _SHA256.fullmatch(value):
+            return f"parent.{name} must be 64 lower-case hexadecimal digits"
+    for name, low in (("token_count", 1), ("choice_index", 0)):
+        number: object = getattr(parent, name)
+        if type(number) is not int or not low <= number < 2**63:
+            return f"parent.{name} must be an integer of {low} or more"
+    names: object = parent.fields
+    if names is not None and (not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names)):
+        return "parent.fields must be an array of strings"
+    return None
 
 
 def _cannot_fill(name: str, bounds: GenerationBounds) -> ArtifactRefusedError:
