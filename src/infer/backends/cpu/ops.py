@@ -90,10 +90,20 @@ class NativeOps:
         placed = self._scratch.place(shape, dtype)
         return torch.empty(shape, dtype=dtype) if placed is None else placed
 
+    def _dense(self, x: Tensor) -> Tensor:
+        """x, or a copy without gaps."""
+        if x.is_contiguous():
+            return x
+        out = self._new(x.dtype, *x.shape)
+        return out if self._dry else out.copy_(x)
+
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         if weight.dim() != PACKED_DIM:
             return kv.embedding(ids, weight, self._scratch)
-        return weight[ids // LANES, :, ids % LANES].flatten(1)
+        out = self._new(weight.dtype, len(ids), weight.shape[1] * weight.shape[3])
+        for rows in self._scratch.tiles(out):
+            out[rows] = weight[ids[rows] // LANES, :, ids[rows] % LANES].flatten(1)
+        return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._linear(x, weight, bias, x.dtype)
@@ -102,7 +112,7 @@ class NativeOps:
         return self._linear(hidden, weight, None, torch.float32)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        x = x.contiguous()
+        x = self._dense(x)
         packed = weight.dim() == PACKED_DIM
         if not packed:
             weight = weight.contiguous()
@@ -148,7 +158,7 @@ class NativeOps:
         return out
 
     def block_linear(self, x: Tensor, packed: Tensor, kind: str, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        x = x.contiguous()
+        x = self._dense(x)
         (tokens, inner), outer = x.shape, packed.shape[0] * LANES
         if bias is not None:
             bias = bias.to(x.dtype).contiguous()
@@ -177,7 +187,7 @@ class NativeOps:
         return self._norm(x, residual, weight, eps)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
+        x = self._dense(x)
         out = self._new(x.dtype, *x.shape)
         total = x if residual is None else self._new(x.dtype, *x.shape)
         if self._dry:
@@ -249,7 +259,7 @@ class NativeOps:
         return self._unary(x, 1)
 
     def _unary(self, x: Tensor, kind: int) -> Tensor:
-        x = x.contiguous()
+        x = self._dense(x)
         out = self._new(x.dtype, *x.shape)
         if not self._dry:
             self._call.infer_unary(_dtype(x), kind, x.data_ptr(), out.data_ptr(), x.numel())
@@ -262,7 +272,7 @@ class NativeOps:
         return self._gate(x, 1)
 
     def _gate(self, x: Tensor, kind: int) -> Tensor:
-        x = x.contiguous()
+        x = self._dense(x)
         rows, width = x.shape
         out = self._new(x.dtype, rows, width // 2)
         if self._dry:
@@ -327,7 +337,7 @@ class NativeOps:
         return out.to(dtype)
 
     def moe(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
+        x, ids, weights = self._dense(x), ids.contiguous(), weights.float().contiguous()
         gate_up, down = gate_up.contiguous(), down.contiguous()
         (tokens, top_k), size, inner = ids.shape, x.shape[1], gate_up.shape[1] // 2
         out = self._new(x.dtype, tokens, size)

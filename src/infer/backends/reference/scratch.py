@@ -39,7 +39,7 @@ class Scratch:
 
     def reserve(self, num_bytes: int) -> None:
         """Take address space; its pages cost memory from the first use on."""
-        self._buffer = None if num_bytes <= 0 else np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+        self._buffer = None if num_bytes <= 0 else np.frombuffer(_pages(num_bytes), dtype=np.uint8)
 
     def trim(self) -> None:
         """Give the pages back; the buffer stays, in another place."""
@@ -103,3 +103,10 @@ class Scratch:
 
         live[start] = (stop, weakref.ref(piece, end))  # the tensor's storage is what keeps the array alive
         self.high_water = max(self.high_water, stop)
+
+
+def _pages(num_bytes: int) -> mmap.mmap:
+    """Pages of this process alone: a forked child must not write into a step's tensors."""
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, num_bytes)
