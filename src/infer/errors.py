@@ -132,6 +132,14 @@ class ArtifactFieldMissingError(ArtifactError):
     """A requested field is absent."""
 
 
+class CapturedBlockMissingError(ArtifactError):
+    """Captured rows were returned as keys, and the object of one is not in the store any more. `key` is the first such."""
+
+    def __init__(self, message: str, *, key: bytes) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class ArtifactRefusedError(ArtifactError):
     """An artifact request was refused at admission."""
 

@@ -95,6 +95,9 @@ class SamplingParams(BaseModel):
     """The experts that every token was routed to."""
     routed_experts_prompt_start: Annotated[int, Field(ge=0, strict=True)] = 0
     """First prompt position whose routes are returned."""
+    captured_as: Literal["rows", "keys"] = "rows"
+    """keys: of the captured rows that are returned, those of complete blocks are named by their keys in capture.store_dir, for
+    `infer.artifacts.rebuild_rows` in any process."""
     n: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     """Answers to one prompt, which is computed once. Greedy ones (temperature 0) are all equal."""
 
@@ -224,6 +227,15 @@ class CapturedRows:
     """(rows, weight version under which they were computed), together `count`."""
     error: str | None = None
     """Why the rows are not complete; then there are none."""
+    model_identity: str = ""
+    """With `keys`: content identity of the model."""
+    keys: tuple[bytes, ...] = ()
+    """Asked for with captured_as="keys": of the objects with the first rows, in order, from the one that has row `start`.
+    `data` has the rows behind them."""
+    block_size: int = 0
+    """With `keys`: rows of an object; each begins at a multiple of it."""
+    digest: bytes = b""
+    """With `keys`: SHA-256 of all `count` rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ SAMPLING = [
     *("presence_penalty", "seed", "stop", "stop_token_ids", "include_stop", "skip_special_tokens", "ignore_eos"),
     *("logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprobs_mode"),
     *("logprob_token_ids", "return_kept_set", "forced_token_ids", "return_routed_experts"),
-    *("routed_experts_prompt_start", "n"),
+    *("routed_experts_prompt_start", "captured_as", "n"),
 ]
 PACKAGES = [infer, infer.plugins, infer.artifacts]
 

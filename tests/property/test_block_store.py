@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from infer.engine.worker.background_store import BackgroundStore
-from infer.engine.worker.block_store import ArenaStore, BlockStoreError, MissingBlockError, private_store, shared_store
+from infer.engine.worker.block_store import BlockStoreError, MissingBlockError, SlotStore, private_store, shared_store
+from infer.engine.worker.directory_store import directory_store
 
 KEYS = st.sampled_from([bytes([i]) for i in range(5)])
 VALUES = st.integers(0, 255)
@@ -96,12 +99,18 @@ class Model:
 
 
 class Machine(RuleBasedStateMachine):
-    """Private and shared memory and the writer thread do the same things at the same time."""
+    """Private and shared memory, a directory and the writer thread do the same things at the same time."""
 
     @initialize(capacity=st.integers(1, 4))
     def start(self, capacity: int) -> None:
         self.model = Model(capacity)
-        self.stores: list[ArenaStore] = [private_store(3, capacity), shared_store(3, capacity, 2**20)]
+        self.directory = tempfile.TemporaryDirectory()
+        self.path = Path(self.directory.name) / "store"
+        self.stores: list[SlotStore] = [
+            private_store(3, capacity),
+            shared_store(3, capacity, 2**20),
+            directory_store(self.path, 3, capacity),
+        ]
         self.background = BackgroundStore(private_store(3, capacity), 4)
         self.refused: list[bytes] = []
 
@@ -160,6 +169,9 @@ class Machine(RuleBasedStateMachine):
             assert set(store._idle) == {key for key in store._slots if key not in store._references}
             used = sorted([*store._slots.values(), *store._free])
             assert used == list(range(store._num_touched)), "every slot is used or free, once"
+        if hasattr(self, "stores"):
+            files = {path.name: path.read_bytes() for path in self.path.iterdir() if path.name != "lock"}
+            assert files == {f"{key.hex()}.rows": data for key, data in self.model.data.items()}
 
     def teardown(self) -> None:
         if hasattr(self, "stores"):
@@ -167,6 +179,7 @@ class Machine(RuleBasedStateMachine):
             assert self.background.take_refused() == self.refused
             for store in (*self.stores, self.background):
                 store.close()
+            self.directory.cleanup()
 
 
 TestBlockStore = Machine.TestCase

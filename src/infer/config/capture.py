@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -39,9 +41,13 @@ class CaptureSection(BaseModel):
     fields: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     """Further artifact fields, of plugins, that requests may ask for."""
     max_bytes: Annotated[int, Field(ge=1), BeforeValidator(parse_bytes)] | None = None
-    """Most bytes of rows kept for reuse with the prefix cache, per field. None: rows for every KV block."""
+    """Most bytes of rows kept for reuse with the prefix cache, per field. None: rows for every KV block. More than that is
+    of use with store_dir alone."""
     shared_memory: bool = False
     """Keep these rows in anonymous shared memory instead of private memory."""
+    store_dir: Annotated[str, Field(min_length=1)] | None = None
+    """Keep these rows as files below this directory instead, where other processes of this user read them by key: requests
+    may then ask for `captured_as="keys"`."""
 
     def names(self) -> tuple[str, ...]:
         """Artifact fields that are on, each once."""
@@ -79,6 +85,20 @@ class CaptureProfile(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
+OBJECT_SUFFIX = ".rows"
+"""Of the file of an object."""
+
+
+def object_key(prefix: bytes, version: int, kv_hash: bytes) -> bytes:
+    """Of the rows of one KV block of one field. `prefix` is the engine's run, if any, and the profile's digest."""
+    return prefix + version.to_bytes(8, "big") + kv_hash
+
+
+def object_path(store_dir: str | os.PathLike[str], digest: bytes, key: bytes) -> Path:
+    """Where a store in files has it; each profile has its own directory."""
+    return Path(store_dir) / digest.hex() / (key.hex() + OBJECT_SUFFIX)
+
+
 class ResolvedCapture(msgspec.Struct, frozen=True, kw_only=True):
     """Decided at start. Sizes count one field."""
 
@@ -93,6 +113,9 @@ class ResolvedCapture(msgspec.Struct, frozen=True, kw_only=True):
     queue_size: int
     """Batches of objects that may wait for publication."""
     shared_memory: bool = False
+    store_dir: str | None = None
+    run: bytes = b""
+    """Random, in front of every key that leaves the process: weight versions are counted by each engine from 0."""
 
     def profile(self, name: str) -> CaptureProfile | None:
         return next((profile for profile in self.profiles if profile.name == name), None)

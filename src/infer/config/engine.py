@@ -273,6 +273,12 @@ def check_together(config: EngineConfig) -> None:
             "set one of them back",
             fields=(setting, "cache.prefix_caching"),
         )
+    if config.capture.store_dir is not None and config.capture.shared_memory:
+        raise ConfigError(
+            f"capture.store_dir={config.capture.store_dir!r} and capture.shared_memory=True both say where captured rows are "
+            "kept; give one of them",
+            fields=("capture.store_dir", "capture.shared_memory"),
+        )
     model = config.model
     if model.skip_tokenizer and (model.tokenizer or model.chat_template):
         name = "model.tokenizer" if model.tokenizer else "model.chat_template"

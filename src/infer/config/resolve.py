@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -240,7 +241,12 @@ def _store_demands(config: EngineConfig, footprint: ModelFootprint) -> tuple[kv_
     size = config.cache.block_size
     most = capture.object_limits(config.capture, footprint.captures, size)
     return tuple(
-        kv_sizing.GroupDemand(name=p.name, window=None, bytes_per_block=size * p.row_bytes, cap=most[p.name])
+        kv_sizing.GroupDemand(
+            name=p.name,
+            window=None,
+            bytes_per_block=0 if config.capture.store_dir else size * p.row_bytes,  # files take no memory
+            cap=most[p.name],
+        )
         for p in footprint.captures
     )
 
@@ -264,12 +270,15 @@ def _resolve_capture(
         profiles=footprint.captures,
         block_size=config.cache.block_size,
         num_objects={
-            store.name: count for store, count in zip(stores, kv_sizing.block_counts(stores, main_blocks), strict=True)
+            store.name: store.cap if config.capture.store_dir and store.cap else count  # keys may outlive KV blocks
+            for store, count in zip(stores, kv_sizing.block_counts(stores, main_blocks), strict=True)
         },
         max_step_tokens=config.scheduler.max_num_batched_tokens,
         num_snapshots=depth,
         queue_size=2 * config.scheduler.max_num_seqs,
         shared_memory=config.capture.shared_memory,
+        store_dir=config.capture.store_dir,
+        run=secrets.token_bytes(16) if config.capture.store_dir else b"",
     )
 
 

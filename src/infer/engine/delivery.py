@@ -24,9 +24,10 @@ from infer.artifacts.ticket import Ticket
 from infer.artifacts.v2.admission import NUM_TOP, first_row, most_kept, wire_name
 from infer.artifacts.v2.capture import ChoiceEnd
 from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
-from infer.config.capture import MOE_ROUTES, CaptureProfile
+from infer.config.capture import MOE_ROUTES, CaptureProfile, ResolvedCapture
 from infer.engine.admission import PrivateOutputs
 from infer.engine.aux.rows import RequestRows
+from infer.engine.keyed_rows import check_captured_as, with_keys
 from infer.errors import EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from infer.config.artifacts import ArtifactsSection
     from infer.config.engine import ModelSection
     from infer.engine.admission import Admitted
+    from infer.engine.kv_cache.manager import KVCacheManager
     from infer.engine.metrics import EngineMetrics, Histogram
     from infer.engine.request import Request
     from infer.engine.startup import EngineParts
@@ -85,6 +87,7 @@ class Deliveries:
         `InvalidRequestError`; the caller releases what it got."""
         params = admitted.params
         inline = params.return_routed_experts
+        check_captured_as(params, self._parts.resolved.capture)
         if artifact is None and not inline:
             return None
         if inline and self.layout is None:
@@ -114,6 +117,8 @@ class Deliveries:
         if inline:
             wanted[MOE_ROUTES] = self._captured[MOE_ROUTES]
         delivery = Delivery(self.pipeline, bounds, ticket, wanted)
+        if params.captured_as == "keys" and self._parts.resolved.capture is not None:
+            delivery.keyed_by = (self._parts.resolved.capture, self._parts.scheduler.kv)
         if inline and not in_artifact:  # the rows of an artifact were admitted with it
             try:
                 await delivery.reserve_rows()
@@ -179,6 +184,8 @@ class Delivery:
         self._profiles = tuple(captured.values())
         self._contents = () if ticket is None else ticket.request.contents
         self._reserved = 0
+        self.keyed_by: tuple[ResolvedCapture, KVCacheManager] | None = None
+        """Whose keys the caller is given instead of rows; None: rows."""
 
     @property
     def has_artifact(self) -> bool:
@@ -210,6 +217,12 @@ class Delivery:
             start=bounds.route_start,
         )
         return [first, *(first.sibling() for _ in range(1, bounds.num_choices))]
+
+    async def returned_rows(self, request: Request, captured: Mapping[str, CapturedRows]) -> Mapping[str, CapturedRows]:
+        """As the caller asked for them."""
+        if self.keyed_by is None or not captured:
+            return captured
+        return await with_keys(*self.keyed_by, request, captured)
 
     def record(self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
         """What a choice gained, trimmed already."""

@@ -6,7 +6,7 @@ Runs in the request's task. Part of the facade; owns the detokenizer and stop ma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -281,7 +281,7 @@ class Stream:
             if delta.finish_reason is not None and update.finish_reason is None:
                 self._end(self._requests[choice.index], "stop", delta.stop_reason)
             if delta.finish_reason is not None:
-                self._end_choice(choice)
+                await self._end_choice(choice)
             self._deltas.append(delta)
         if self._has_ended and (self._delivery is None or not self._delivery.has_artifact):
             self._result = self._complete()
@@ -292,13 +292,16 @@ class Stream:
         if self._admitted.params.prompt_logprobs is not None:
             self._prompt_logprobs += entries
 
-    def _end_choice(self, choice: ChoiceText) -> None:
+    async def _end_choice(self, choice: ChoiceText) -> None:
         """Tokens, log-probabilities and rows are cut at the same token; what the engine still computes is surplus."""
         request = self._requests[choice.index]
         rows = self._rows[choice.index] = taken_rows(request, len(choice.token_ids))
+        captured: Mapping[str, CapturedRows] = rows if self._admitted.params.return_routed_experts else {}
+        if self._delivery is not None:
+            captured = await self._delivery.returned_rows(request, captured)
         self._ended[choice.index] = replace(
             choice.choice(),
-            captured=rows if self._admitted.params.return_routed_experts else {},
+            captured=captured,
             weight_versions=request.weight_versions(len(choice.token_ids)),
         )
 

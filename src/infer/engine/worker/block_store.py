@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -58,14 +59,13 @@ class BlockStore(Protocol):
         ...
 
 
-class ArenaStore:
-    """A `BlockStore` in one mapping; its pages cost nothing until objects are written to them."""
+class SlotStore(ABC):
+    """Everything about a `BlockStore` but where the bytes of a slot are: that is the backing's."""
 
-    def __init__(self, memory: mmap.mmap, object_bytes: int, num_objects: int) -> None:
-        """Adopts `memory` of at least object_bytes * num_objects bytes."""
+    def __init__(self, object_bytes: int, num_objects: int) -> None:
         self.object_bytes = object_bytes
         self.num_objects = num_objects
-        self._memory: mmap.mmap | None = memory
+        self._closed = False
         self._slots: dict[bytes, int] = {}
         self._references: dict[bytes, int] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
@@ -77,7 +77,7 @@ class ArenaStore:
     def put(
         self, objects: Mapping[bytes, bytes], retain: Sequence[bytes] = (), release: Sequence[bytes] = ()
     ) -> list[bytes]:
-        memory = self._opened()
+        self._check_open()
         self._check(objects, retain, release)
         writes = [key for key in objects if not (key in self._slots and key in self._references)]
         pending = {key for key in writes if key not in self._slots}
@@ -87,13 +87,13 @@ class ArenaStore:
         released = self._release(release, pending)
         # What is retained comes first: whoever retains no more than fits is never refused.
         kept = [key for key in writes if key in self._references]
-        refused = [key for key in kept if not self._write(memory, key, objects[key], pending)]
+        refused = [key for key in kept if not self._write(key, objects[key], pending)]
         # What else this call writes is not evicted by it, unless its owner let go of it in this very call.
         others = [key for key in writes if key not in self._references]
         shielded = [key for key in others if key not in released]
         for key in shielded:
             self._idle.pop(key, None)
-        refused += [key for key in others if not self._write(memory, key, objects[key], pending)]
+        refused += [key for key in others if not self._write(key, objects[key], pending)]
         for key in shielded:
             if key in self._slots:
                 self._idle[key] = None
@@ -108,37 +108,51 @@ class ArenaStore:
         return refused
 
     def read(self, keys: Sequence[bytes]) -> list[bytes]:
-        memory = self._opened()
+        self._check_open()
         for key in keys:
             if key not in self._slots:
                 raise MissingBlockError(f"no captured rows are kept under key {key.hex()}", key=key)
-        size = self.object_bytes
-        found = [memory[slot * size : (slot + 1) * size] for slot in map(self._slots.__getitem__, keys)]
+        found = [self._load(key, self._slots[key]) for key in keys]
         for key in reversed(keys):  # as for releases: the last block of a sequence is the first to go
             if key in self._idle:
                 self._idle.move_to_end(key)
         return found
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        self._opened()
+        self._check_open()
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is not None:
                 self._free.append(slot)
                 self._idle.pop(key, None)
+                self._erase(key)
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        if not self._closed:
+            self._closed = True
+            self._free_backing()
             self._slots.clear()
             self._references.clear()
             self._idle.clear()
 
-    def _opened(self) -> mmap.mmap:
-        if self._memory is None:
+    @abstractmethod
+    def _save(self, key: bytes, slot: int, data: bytes) -> None:
+        """Raises `OSError` when the backing takes no more."""
+
+    @abstractmethod
+    def _load(self, key: bytes, slot: int) -> bytes:
+        """A copy. Raises `MissingBlockError` when somebody else removed it."""
+
+    @abstractmethod
+    def _erase(self, key: bytes) -> None:
+        """The object is gone: its bytes need not be kept."""
+
+    @abstractmethod
+    def _free_backing(self) -> None: ...
+
+    def _check_open(self) -> None:
+        if self._closed:
             raise BlockStoreError("the store of captured rows is closed")
-        return self._memory
 
     def _check(self, objects: Mapping[bytes, bytes], retain: Sequence[bytes], release: Sequence[bytes]) -> None:
         """Before anything changes."""
@@ -169,13 +183,23 @@ class ArenaStore:
                 released.add(key)
         return released
 
-    def _write(self, memory: mmap.mmap, key: bytes, data: bytes, pending: set[bytes]) -> bool:
+    def _write(self, key: bytes, data: bytes, pending: set[bytes]) -> bool:
         slot = self._slots.get(key)
         if slot is None:
             slot = self._take_slot(key, pending)
         if slot is None:
             return False
-        memory[slot * self.object_bytes : (slot + 1) * self.object_bytes] = data
+        try:
+            self._save(key, slot, data)
+        except OSError as error:  # what was there under this key is not what was put
+            if not self._warned:
+                self._warned = True
+                logger.warning("captured rows cannot be written, so they are not kept for reuse: %s", error)
+            self._slots.pop(key, None)
+            self._idle.pop(key, None)
+            self._free.append(slot)
+            self._erase(key)
+            return False
         self._slots[key] = slot
         return True
 
@@ -197,8 +221,31 @@ class ArenaStore:
             if due in pending:
                 pending.discard(due)
                 continue
-            return self._slots.pop(due)
+            slot = self._slots.pop(due)
+            self._erase(due)
+            return slot
         return None
+
+
+class ArenaStore(SlotStore):
+    """A `BlockStore` in one mapping; its pages cost nothing until objects are written to them."""
+
+    def __init__(self, memory: mmap.mmap, object_bytes: int, num_objects: int) -> None:
+        """Adopts `memory` of at least object_bytes * num_objects bytes."""
+        super().__init__(object_bytes, num_objects)
+        self._memory = memory
+
+    def _save(self, key: bytes, slot: int, data: bytes) -> None:
+        self._memory[slot * self.object_bytes : (slot + 1) * self.object_bytes] = data
+
+    def _load(self, key: bytes, slot: int) -> bytes:
+        return self._memory[slot * self.object_bytes : (slot + 1) * self.object_bytes]
+
+    def _erase(self, key: bytes) -> None:
+        """The slot is written over."""
+
+    def _free_backing(self) -> None:
+        self._memory.close()
 
 
 def private_store(object_bytes: int, num_objects: int) -> ArenaStore:

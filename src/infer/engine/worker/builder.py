@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.config.capture import CaptureSection, ResolvedCapture
+from infer.config.capture import CaptureProfile, CaptureSection, ResolvedCapture
 from infer.config.model import KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import ResolvedConfig
 from infer.engine.worker.background_store import BackgroundStore
-from infer.engine.worker.block_store import private_store, shared_store
+from infer.engine.worker.block_store import BlockStore, private_store, shared_store
 from infer.engine.worker.capture import RowCapture
 from infer.engine.worker.captured_fields import CapturedField, captured_fields
+from infer.engine.worker.directory_store import directory_store
 from infer.engine.worker.footprint import measure_footprint
 from infer.engine.worker.input_batch import KVTensors
 from infer.engine.worker.platforms import open_platform
@@ -107,7 +108,12 @@ class WorkerBuilder:
             facts, fields = self._captured_fields(model, resolved.dtype)
             capture = make_capture(facts, fields, model, resolved.capture, platform)
         runner = Runner(model, platform, resolved, kv, self._config.vocab_size, parameter_bytes(model), capture)
-        runner.warm_up()
+        try:
+            runner.warm_up()
+        except BaseException:
+            if capture is not None:
+                capture.close()
+            raise
         return runner
 
     def close(self) -> None:
@@ -188,16 +194,26 @@ def make_capture(
         name: make_tap(name, model, facts, resolved.max_step_tokens, platform.device)
         for name in dict.fromkeys(captured.tap for captured in fields)
     }
-    stores = {}
-    for captured in fields:
-        size = resolved.block_size * captured.profile.row_bytes
-        count = resolved.num_objects[captured.profile.name]
-        if resolved.shared_memory:
-            store = shared_store(size, count, platform.limits().available_memory)
-        else:
-            store = private_store(size, count)
-        stores[captured.profile.name] = BackgroundStore(store, resolved.queue_size)
+    stores: dict[str, BackgroundStore] = {}
+    try:
+        for captured in fields:
+            store = make_store(captured.profile, resolved, platform)
+            stores[captured.profile.name] = BackgroundStore(store, resolved.queue_size)
+    except ConfigError:
+        for opened in stores.values():
+            opened.close()
+        raise
     return RowCapture(fields, taps, stores, resolved)
+
+
+def make_store(profile: CaptureProfile, resolved: ResolvedCapture, platform: Platform) -> BlockStore:
+    """Where the settings want it. Raises `ConfigError`."""
+    size, count = resolved.block_size * profile.row_bytes, resolved.num_objects[profile.name]
+    if resolved.store_dir is not None:
+        return directory_store(Path(resolved.store_dir) / profile.digest.hex(), size, count)
+    if resolved.shared_memory:
+        return shared_store(size, count, platform.limits().available_memory)
+    return private_store(size, count)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

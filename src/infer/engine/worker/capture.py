@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.config.capture import ITEM_SIZES, CaptureProfile, ResolvedCapture
+from infer.config.capture import ITEM_SIZES, CaptureProfile, ResolvedCapture, object_key
 from infer.engine.step import AuxBegin, AuxPlan, AuxRows, StepPlan, StepResult
 from infer.engine.worker.background_store import BackgroundStore
 from infer.engine.worker.block_store import BlockStoreError
@@ -66,8 +66,9 @@ class RowCapture:
         self._taps = dict(taps)
         self._stores = dict(stores)
         self._block_size = resolved.block_size
+        self._in_files = resolved.store_dir is not None
         self._max_step_tokens = resolved.max_step_tokens
-        self._prefixes = {name: captured.profile.digest for name, captured in self._fields.items()}
+        self._prefixes = {name: resolved.run + captured.profile.digest for name, captured in self._fields.items()}
         self._captures: dict[int, Capture] = {}
         self._by_slot: dict[int, Capture] = {}
         self._version = 0
@@ -77,8 +78,10 @@ class RowCapture:
         self._probing = False
 
     def num_bytes(self) -> int:
-        """Of the taps and the stores."""
+        """Of the taps and the stores, if these are in memory."""
         taps = sum(tap.buffer.numel() * tap.buffer.element_size() for tap in self._taps.values())
+        if self._in_files:
+            return taps
         return taps + sum(store.object_bytes * store.num_objects for store in self._stores.values())
 
     def probe(self, num_tokens: int, run: Callable[[], object]) -> None:
@@ -339,8 +342,8 @@ class RowCapture:
             logger.warning("all cells of a captured block of %s are equal: is the router broken?", profile.name)
 
     def _key(self, name: str, kv_hash: bytes, version: int) -> bytes:
-        """In the store of the field: profile, weight version, KV block."""
-        return self._prefixes[name] + version.to_bytes(8, "big") + kv_hash
+        """In the store of the field: `object_key`."""
+        return object_key(self._prefixes[name], version, kv_hash)
 
     def _parse(self, name: str, key: bytes) -> Key:
         at = len(self._prefixes[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from infer.engine.worker.block_store import (
     private_store,
     shared_store,
 )
+from infer.engine.worker.directory_store import DirectoryStore, directory_store
 from infer.errors import ConfigError
 from infer.testing.kits import Check, block_store
 
@@ -47,7 +49,11 @@ def shared(object_bytes: int, num_objects: int) -> ArenaStore:
     return shared_store(object_bytes, num_objects, 2**20)
 
 
-MAKERS = {"private": private_store, "shared": shared, "background": Settled}
+def directory(object_bytes: int, num_objects: int) -> DirectoryStore:
+    return directory_store(Path(tempfile.mkdtemp()) / "store", object_bytes, num_objects)
+
+
+MAKERS = {"private": private_store, "shared": shared, "directory": directory, "background": Settled}
 # A wrong batch breaks a background store for good, on purpose.
 CASES = [
     pytest.param(check, id=f"{name}-{check.name}")
@@ -58,7 +64,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("check", CASES)
-def test_kit(check: Check) -> None:
+def test_kit(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     check.run()
 
 
@@ -76,7 +83,7 @@ def test_the_kit_finds_mistakes(mistake: str) -> None:
             if mistake == "reads in part":
                 return [super(Wrong, self).read([key])[0] for key in keys if key in self._slots]
             if mistake == "aliases":
-                view = memoryview(bytearray(4)) if self._memory is None else memoryview(self._memory)
+                view = memoryview(bytearray(4)) if self._closed else memoryview(self._memory)
                 super().read(keys)
                 return [view[self._slots[key] * 4 : self._slots[key] * 4 + 4] for key in keys]
             return super().read(keys)
@@ -89,7 +96,7 @@ def test_the_kit_finds_mistakes(mistake: str) -> None:
 
     def make(object_bytes: int, num_objects: int) -> ArenaStore:
         made = private_store(object_bytes, num_objects + (mistake == "grows"))
-        return Wrong(made._opened(), object_bytes, made.num_objects)
+        return Wrong(made._memory, object_bytes, made.num_objects)
 
     failed = []
     for check in block_store.checks(make):
