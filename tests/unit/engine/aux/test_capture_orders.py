@@ -273,6 +273,18 @@ class TestPreemption:
         driver.check_rows(request)
         assert status(request) == bytes([RECOMPUTED] * 20 + [CAPTURED] * 32)
 
+    def test_rows_planned_and_taken_back_were_never_computed(self) -> None:
+        """The victim of a step that had planned it already: that row of it is not told as computed again."""
+        cache = cache_config(full_group(4), prefix_caching=False)
+        driver = CaptureDriver(cache, max_num_seqs=2, policy="priority")
+        victim = driver.add(prompt(17), 12, fields=MOE, priority=1)
+        driver.step()
+        driver.add(prompt(30, 1), 12, priority=0)
+        driver.run()
+        assert victim.num_preemptions == 1
+        driver.check_rows(victim)
+        assert RECOMPUTED not in status(victim)
+
     def test_blocks_of_a_preempted_request_are_read_again(self) -> None:
         """The chunks computed before are in the prefix cache, and so are their rows."""
         driver = CaptureDriver(max_num_batched_tokens=32)
@@ -452,6 +464,22 @@ class TestFailures:
         driver.run(2)
         assert c.num_cached_tokens == 80
         driver.check_rows(c)
+        driver.assert_nothing_left()
+        driver.check_drained()
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_nothing_built_on_a_failed_step_stays_in_the_store(self, late: bool) -> None:
+        """B computed a block behind A's lost ones, in a step that did not fail, and is aborted before it starts over."""
+        driver = CaptureDriver(late=late)
+        driver.worker.fail_at = lambda plan: PlannedFailure("planted")
+        driver.add(prompt(80), 6, fields=MOE)
+        driver.schedule()
+        driver.worker.fail_at = lambda plan: None
+        b = driver.add([*prompt(80), *prompt(20, 1)], 6, fields=MOE)
+        driver.schedule()
+        driver.apply()
+        driver.scheduler.finish(b, "abort")
+        driver.run()
         driver.assert_nothing_left()
         driver.check_drained()
 

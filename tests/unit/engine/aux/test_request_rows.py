@@ -77,8 +77,10 @@ def test_late_output_after_preemption_is_cut_to_the_tokens() -> None:
     rows = make()
     rows.accept(piece(0, 4), 5)
     assert rows.count == 4
-    rows.accept(piece(4, 4), 6)
-    assert holds(rows, 0, 5)
+    late = piece(4, 4)
+    late.data["moe_routes"] = content(ROUTES, 4, 5) + bytes(12)  # fed after a token that was not accepted
+    rows.accept(late, 6)
+    assert holds(rows, 0, 5) and rows.cursor == 5
     rows.accept(piece(5, 1), 7)
     assert holds(rows, 0, 6)
 
