@@ -100,6 +100,7 @@ SAMPLING = Body(
         "flat_logprobs": Unsupported(note="how vLLM keeps them in memory", harmless=_any),
         "output_kind": Unsupported(note="how vLLM delivers in process", harmless=_any),
         "spaces_between_special_tokens": Unsupported(note="has no effect here", harmless=_any),
+        "captured_as": Unsupported(note="captured rows are sent as bytes", harmless=lambda value: value == "rows"),
         "best_of": Unsupported(note="only /v1/completions has it", harmless=lambda value: value == 1),
         "truncate_prompt_tokens": Unsupported(note="send the tokens to be used"),
         "structured_outputs": Unsupported(note="structured output is not there yet"),

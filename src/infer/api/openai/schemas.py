@@ -138,6 +138,7 @@ _BOTH: dict[str, Unsupported] = {
     "user": Unsupported(note=_NO_EFFECT, refused=False),
     "service_tier": Unsupported(note=_NO_EFFECT, refused=False, harmless=_is("auto", "default")),
     "spaces_between_special_tokens": Unsupported(note=_NO_EFFECT, refused=False, harmless=_is(True, False)),
+    "captured_as": Unsupported(note="captured rows are sent as bytes", harmless=_is("rows")),
     "use_beam_search": Unsupported(note="beam search is not there yet"),
     "length_penalty": Unsupported(note="beam search is not there yet", harmless=_is(1.0, 1)),
     "response_format": Unsupported(note=_GRAMMAR, harmless=lambda value: value == {"type": "text"}),
