@@ -68,15 +68,16 @@ class NativePlatform:
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """Inference mode and the thread count of what torch still computes; both are as before afterwards."""
+        """Inference mode, and one thread for the little that torch still computes: its OpenMP threads spin while they
+        wait, beside ours. Both are as before afterwards."""
         before = torch.get_num_threads()
-        if before != self.threads:
-            torch.set_num_threads(self.threads)
+        if before != 1:
+            torch.set_num_threads(1)
         try:
             with torch.inference_mode():
                 yield
         finally:
-            if before != self.threads:
+            if before != 1:
                 torch.set_num_threads(before)
 
     def close(self) -> None:
