@@ -112,7 +112,12 @@ def elsewhere(all_rows: list[CapturedRows], store_dir: Path) -> list[bytes]:
 def test_another_process_rebuilds_the_rows(engine: BlockingEngine, plain: BlockingEngine, store_dir: Path) -> None:
     """150 tokens are three chunks of at most 64; the second request reuses them."""
     ids = prompt(150)
-    cases = [(ids, {}), (ids, {}), (ids[:140] + prompt(7), {"routed_experts_prompt_start": 37}), (ids, {"n": 2})]
+    cases: list[tuple[list[int], dict[str, Any]]] = [
+        (ids, {}),
+        (ids, {}),
+        (ids[:140] + prompt(7), {"routed_experts_prompt_start": 37}),
+        (ids, {"n": 2}),
+    ]
     results = [engine.generate(given, asked(30, **more)) for given, more in cases]
     expected = [plain.generate(given, asked(30, "rows", **more)) for given, more in cases]
     assert results[1].usage.cached_tokens == 144

@@ -86,3 +86,29 @@ def test_capture_without_prefix_caching_or_from_another_model_is_refused() -> No
     nothing = KVLayout(groups=(), layers=())
     with pytest.raises(ConfigError, match="it has no KV cache"):
         resolve(captured(), model(), limits(), footprint(captures=(ROUTES,), kv_layout=nothing))
+
+
+@pytest.mark.row(
+    "X-AUX-KEYS", "a store in files takes no memory, may hold more than the KV cache, and its keys are of one run"
+)
+def test_a_store_in_files() -> None:
+    settings: dict[str, Any] = {"cache": {"num_blocks": 20}, "model": {"max_model_len": 256}}
+
+    def decide(**section: Any) -> Any:
+        config = captured(capture={"routed_experts": True, "store_dir": "rows"} | section, **settings)
+        return resolve(config, model(), limits(), footprint(captures=(ROUTES,)))
+
+    first, second, larger = decide(), decide(), decide(max_bytes=128 * 50)
+    assert first.memory.capture_store == larger.memory.capture_store == 0
+    assert (first.capture.num_objects, larger.capture.num_objects) == ({"moe_routes": 20}, {"moe_routes": 50})
+    assert decide(max_bytes=128 * 5).capture.num_objects == {"moe_routes": 5}
+    assert len(first.capture.run) == 16 and first.capture.run != second.capture.run
+    in_memory = resolve(
+        captured(capture={"routed_experts": True, "max_bytes": 128 * 50}, **settings),
+        *(model(), limits(), footprint(captures=(ROUTES,))),
+    )
+    assert in_memory.capture is not None
+    assert (in_memory.capture.num_objects, in_memory.capture.run) == ({"moe_routes": 20}, b"")
+    with pytest.raises(ConfigError, match="give one of them") as caught:
+        decide(shared_memory=True)
+    assert caught.value.fields == ("capture.store_dir", "capture.shared_memory")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from infer.engine.worker import directory_store as module
 from infer.engine.worker.block_store import MissingBlockError
 from infer.engine.worker.directory_store import directory_store
 from infer.errors import ConfigError
@@ -112,7 +111,7 @@ def test_what_cannot_be_used_is_refused_when_the_store_is_made(tmp_path: Path, m
     class Usage:
         free = 3
 
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: Usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
     with pytest.raises(ConfigError, match="takes 4 B more and 3 B are free") as caught:
         directory_store(tmp_path, 2, 2)
     assert "capture.max_bytes" in caught.value.fields
