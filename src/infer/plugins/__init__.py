@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     )
     from infer.plugins.model_source import ModelSource, ModelSourceSpec, Progress, ProgressCallback, ResolvedModel
     from infer.plugins.parser import Parser, ParserEvent, ParserSpec
-    from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe, Routing
+    from infer.plugins.platform import (
+        AttentionMetadata,
+        BlockFormat,
+        BlockOps,
+        Ops,
+        Platform,
+        PlatformSpec,
+        Probe,
+        Routing,
+        SupportsWorkspace,
+    )
     from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
     from infer.plugins.registry import Entry, Registry
     from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsExpiry, SupportsRead
@@ -46,7 +56,17 @@ _HOMES = {
     ),
     "model_source": ("ModelSource", "ModelSourceSpec", "Progress", "ProgressCallback", "ResolvedModel"),
     "parser": ("Parser", "ParserEvent", "ParserSpec"),
-    "platform": ("AttentionMetadata", "Ops", "Platform", "PlatformSpec", "Probe", "Routing"),
+    "platform": (
+        "AttentionMetadata",
+        "BlockFormat",
+        "BlockOps",
+        "Ops",
+        "Platform",
+        "PlatformSpec",
+        "Probe",
+        "Routing",
+        "SupportsWorkspace",
+    ),
     "quant_method": ("QuantMethod", "QuantMethodSpec"),
     "registry": ("Entry", "Registry"),
     "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsExpiry", "SupportsRead"),
@@ -57,6 +77,8 @@ __all__ = [
     "ArtifactField",
     "ArtifactFieldSpec",
     "AttentionMetadata",
+    "BlockFormat",
+    "BlockOps",
     "BuildContext",
     "CausalLM",
     "DecodeStream",
@@ -89,6 +111,7 @@ __all__ = [
     "SupportsHiddenTaps",
     "SupportsRead",
     "SupportsRouteTaps",
+    "SupportsWorkspace",
     "TapFacts",
     "Tokenizer",
     "TokenizerSpec",

@@ -40,7 +40,9 @@ async def test_blocks_stay_and_compute_what_expanded_weights_do(tmp_path: Path, 
     assert planned == taken == stored
     assert planned_expanded > 3 * planned
     # int8 activations: about half a per cent per product
-    assert torch.tensor(stayed).sub(torch.tensor(expanded)).abs().max() < 1.0  # of about 12; a wrong row would be off by several
+    assert (
+        torch.tensor(stayed).sub(torch.tensor(expanded)).abs().max() < 1.0
+    )  # of about 12; a wrong row would be off by several
     assert stayed != expanded
 
 
