@@ -141,6 +141,8 @@ class NativeOps:
     def pack_blocks(self, stored: Tensor, kind: str) -> Tensor:
         stored = stored.contiguous()
         rows, row_bytes = stored.shape
+        if self._dry:
+            return stored.new_empty(rows // LANES, LANES * row_bytes)
         form = BLOCK_FORMATS[kind]
         packed = torch.empty(rows // LANES, LANES * row_bytes, dtype=torch.uint8)
         inner = row_bytes // form.num_bytes * form.size
@@ -163,6 +165,7 @@ class NativeOps:
         if bias is not None:
             bias = bias.to(x.dtype).contiguous()
         out = self._new(dtype, tokens, outer)
+        work = self._new(torch.uint8, tokens, inner + 8 * inner // 32)  # rows in int8, a scale and a sum per block
         if self._dry:
             return out
         self._call.infer_block_linear(
@@ -174,6 +177,7 @@ class NativeOps:
             packed.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
+            work.data_ptr(),
             tokens,
             outer,
             inner,

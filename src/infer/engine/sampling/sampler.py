@@ -57,9 +57,8 @@ ORDER = SHAPING + TRUNCATION
 
 CHUNK_ELEMENTS = 2**17
 """Logits processed at a time: bounds the sampler's memory whatever the batch, and keeps it in the CPU's cache."""
-BYTES_PER_ELEMENT = 32
-"""Of processing at its widest (a copy, its probabilities, partial sums in double or a sorted copy, masks), with what
-malloc keeps between them; measured."""
+BYTES_PER_ELEMENT = 26
+"""Of processing at its widest (a copy, its probabilities, partial sums in double or a sorted copy, masks); measured."""
 PROMPT_CHUNKS = 4
 """Chunks of prompt positions whose logits are made together: making them reads the whole head."""
 NO_TOKEN = -1

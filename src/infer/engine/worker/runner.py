@@ -90,8 +90,13 @@ class Runner:
         before = self._platform.memory_in_use()
         limits = self._resolved.scheduler
         rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        longest = min(limits.max_num_batched_tokens - rows + 1, limits.max_model_len)
-        plan = null_plan([(0, 1)] * (rows - 1) + [(0, longest)], len(self._resolved.cache.groups))
+        counts = [1] * (rows - 1) + [min(limits.max_num_batched_tokens - rows + 1, limits.max_model_len)]
+        specs = [SamplingSpec(seed=0, top_p=0.5, logprobs=1)] * rows
+        prompt = 1 + prompt_rows(self._vocab_size)
+        if rows > 1 and counts[-1] > prompt:  # one row has a prompt whose log-probabilities are asked for
+            counts[-2:] = [prompt, counts[-1] - prompt + 1]
+            specs[-2] = SamplingSpec(seed=0, prompt_logprobs=1)
+        plan = null_plan([(0, count) for count in counts], len(self._resolved.cache.groups), specs)
         if self._capture is None:
             self.execute(plan)
         else:
@@ -211,9 +216,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def null_plan(rows: Sequence[tuple[int, int]], num_groups: int) -> StepPlan:
+def null_plan(rows: Sequence[tuple[int, int]], num_groups: int, specs: Sequence[SamplingSpec]) -> StepPlan:
     """A step of rows (tokens before, tokens in the step) that reads and writes the null block alone."""
-    spec = SamplingSpec(seed=0, top_p=0.5, logprobs=1)
     return StepPlan(
         step_id=-1,
         slots=array("q", range(len(rows))),
@@ -222,7 +226,7 @@ def null_plan(rows: Sequence[tuple[int, int]], num_groups: int) -> StepPlan:
         samples=array("q", [1] * len(rows)),
         admissions=[
             SlotAdmission(slot, [0] * (before + count), before + count, spec, tuple([] for _ in range(num_groups)))
-            for slot, (before, count) in enumerate(rows)
+            for slot, ((before, count), spec) in enumerate(zip(rows, specs, strict=True))
         ],
         new_blocks=[],
         freed_slots=[],

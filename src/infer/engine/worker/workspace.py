@@ -45,8 +45,9 @@ def trace_worst_step(
             logits = model.logits(hidden, torch.arange(num_logits))
             outside = max(outside, live.peak)
             del hidden, logits
-    # What the sampler takes comes on top: malloc seldom puts it where the small tensors of the forward pass have been.
-    return buffer_bytes() + outside + workspace_bytes(vocab_size)
+    # One after the other, but malloc seldom puts a large tensor where many small ones have been: log-probabilities of
+    # prompt positions, and what the sampler takes, come on top.
+    return buffer_bytes() + outside + 2 * workspace_bytes(vocab_size)
 
 
 def worst_steps(bounds: StepBounds) -> list[list[Row]]:

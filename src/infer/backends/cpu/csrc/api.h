@@ -17,7 +17,7 @@ void infer_linear(void* pool, int dtype, int packed, int out_fp32, const void* x
 void infer_pack_blocks(int kind, const void* stored, void* packed, int64_t n, int64_t k);
 void infer_block_rows(int dtype, int kind, const void* packed, const int64_t* ids, void* y, int64_t count, int64_t k);
 void infer_block_linear(void* pool, int dtype, int out_fp32, int kind, const void* x, const void* w, const void* bias,
-                        void* y, int64_t count, int64_t n, int64_t k);
+                        void* y, void* work, int64_t count, int64_t n, int64_t k);
 
 // residual null: y = norm(x). Else total = x + residual, y = norm(total).
 void infer_rms_norm(void* pool, int dtype, int weight_dtype, const void* x, const void* residual, const void* weight,

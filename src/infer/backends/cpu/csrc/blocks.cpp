@@ -30,17 +30,18 @@ static void tokens(const Quantized* x, int64_t count, const uint8_t* w, int64_t 
 }
 
 template <int KIND, class T, class Out>
-static void linear(Pool& pool, const T* x, const uint8_t* w, const T* bias, Out* y, int64_t count, int64_t n, int64_t k) {
+static void linear(Pool& pool, const T* x, const uint8_t* w, const T* bias, Out* y, int8_t* work, int64_t count, int64_t n,
+                   int64_t k) {
     int64_t blocks = k / QK, tile = tile_bytes(KIND, blocks), tiles = n / W;
-    std::vector<int8_t> quants(count * k);
-    std::vector<float> scales(count * blocks);
-    std::vector<int32_t> sums(count * blocks);
+    int8_t* quants = work;
+    float* scales = (float*)(quants + count * k);
+    int32_t* sums = (int32_t*)(scales + count * blocks);
     std::vector<Quantized> rows(count);
     std::vector<Out*> out(count);
     auto quantize = [&](int64_t m, int) {
-        rows[m] = {quants.data() + m * k, scales.data() + m * blocks, sums.data() + m * blocks};
+        rows[m] = {quants + m * k, scales + m * blocks, sums + m * blocks};
         out[m] = y + m * n;
-        quantize_row(x + m * k, blocks, quants.data() + m * k, scales.data() + m * blocks, sums.data() + m * blocks);
+        quantize_row(x + m * k, blocks, quants + m * k, scales + m * blocks, sums + m * blocks);
     };
     if (count < 8)
         for (int64_t m = 0; m < count; ++m) quantize(m, 0);
@@ -67,14 +68,14 @@ static void linear(Pool& pool, const T* x, const uint8_t* w, const T* bias, Out*
 }
 
 template <class T, class Out>
-static void linear_of(Pool& pool, int kind, const void* x, const uint8_t* w, const void* bias, void* y, int64_t count,
-                      int64_t n, int64_t k) {
+static void linear_of(Pool& pool, int kind, const void* x, const uint8_t* w, const void* bias, void* y, int8_t* work,
+                      int64_t count, int64_t n, int64_t k) {
     if (kind == Q8_0)
-        linear<Q8_0>(pool, (const T*)x, w, (const T*)bias, (Out*)y, count, n, k);
+        linear<Q8_0>(pool, (const T*)x, w, (const T*)bias, (Out*)y, work, count, n, k);
     else if (kind == Q4_0)
-        linear<Q4_0>(pool, (const T*)x, w, (const T*)bias, (Out*)y, count, n, k);
+        linear<Q4_0>(pool, (const T*)x, w, (const T*)bias, (Out*)y, work, count, n, k);
     else
-        linear<Q4_1>(pool, (const T*)x, w, (const T*)bias, (Out*)y, count, n, k);
+        linear<Q4_1>(pool, (const T*)x, w, (const T*)bias, (Out*)y, work, count, n, k);
 }
 
 // One row of a packed weight, dequantised.
@@ -139,12 +140,12 @@ extern "C" void infer_block_rows(int dtype, int kind, const void* packed, const 
 }
 
 extern "C" void infer_block_linear(void* pool, int dtype, int out_fp32, int kind, const void* x, const void* w,
-                                   const void* bias, void* y, int64_t count, int64_t n, int64_t k) {
+                                   const void* bias, void* y, void* work, int64_t count, int64_t n, int64_t k) {
     Pool& p = *static_cast<Pool*>(pool);
     if (dtype == FP32)
-        linear_of<float, float>(p, kind, x, (const uint8_t*)w, bias, y, count, n, k);
+        linear_of<float, float>(p, kind, x, (const uint8_t*)w, bias, y, (int8_t*)work, count, n, k);
     else if (out_fp32)
-        linear_of<bf16, float>(p, kind, x, (const uint8_t*)w, bias, y, count, n, k);
+        linear_of<bf16, float>(p, kind, x, (const uint8_t*)w, bias, y, (int8_t*)work, count, n, k);
     else
-        linear_of<bf16, bf16>(p, kind, x, (const uint8_t*)w, bias, y, count, n, k);
+        linear_of<bf16, bf16>(p, kind, x, (const uint8_t*)w, bias, y, (int8_t*)work, count, n, k);
 }
