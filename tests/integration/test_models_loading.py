@@ -124,9 +124,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[ModelError], tuple[str, ...]
         ("code",),
     ),
     "unsupported rope": (
-        lambda p: change_config(p, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        lambda p: change_config(p, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
         UnsupportedModelError,
-        ("dynamic",),
+        ("longrope",),
     ),
     "contradictory config": (
         lambda p: change_config(p, num_key_value_heads=3),
@@ -241,77 +241,6 @@ def test_a_truncated_or_hostile_gguf_is_refused(tmp_path: Path) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-BIG = LLAMA | {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 8000,
-    "max_position_embeddings": 2048,
-    "dtype": "float32",
-}
-"""117 MB in fp32: large enough that an allocator's rounding does not decide."""
-
-MEASURE = """
-import json, resource, sys
-import torch
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-import anyio
-from infer import Engine, EngineConfig
-from infer.engine.worker.runner import Runner
-warm_up, peaks = Runner.warm_up, []
-def watched(runner):
-    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    warm_up(runner)
-Runner.warm_up = watched
-async def main():
-    model = {"ref": sys.argv[1], "dtype": sys.argv[2]}
-    async with Engine(EngineConfig(model=model, platform={"threads": 1})) as engine:
-        plan = engine.resolved.memory
-        measured = engine._parts.executor._worker.measured()
-        live = sum(t.untyped_storage().nbytes() for t in {
-            t.untyped_storage().data_ptr(): t for t in gc_tensors() if t.numel() * t.element_size() > 4096}.values())
-        print(json.dumps({"plan": [plan.weights, plan.kv_cache, plan.workspace], "measured": measured,
-                          "loading": peaks[0] - base, "live": live}))
-def gc_tensors():
-    import gc
-    return [o for o in gc.get_objects() if type(o) is torch.Tensor]
-anyio.run(main)
-"""
-
-
-@pytest.fixture(scope="module")
-def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("big"), BIG, max_shard_size="30MB")
-
-
-def measure(path: Path, dtype: str) -> dict[str, Any]:
-    command = [sys.executable, "-c", MEASURE, str(path), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-@pytest.mark.row("X-MEMPLAN", "predicted bytes within 5 % of measured for weights and KV on CPU")
-@pytest.mark.row("LOAD-SAFETENSORS", "peak RSS stays under 1.2 x weights + 300 MB over `import torch`")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_is_what_was_planned(big: Path, dtype: str) -> None:
-    found = measure(big, dtype)
-    weights, kv, workspace = found["plan"]
-    measured = found["measured"]
-    assert measured["weights"] == pytest.approx(weights, rel=0.05)
-    assert measured["kv_cache"] == pytest.approx(kv, rel=0.05)
-    # Not only by our own count: the storages of all tensors that are alive.
-    assert found["live"] == pytest.approx(weights + kv, rel=0.05)
-    assert found["loading"] <= 1.2 * weights + 300e6
-    assert found["loading"] <= 1.2 * weights + 130e6  # what it is today: the engine's own modules are 100 MB of that
-    # RSS of a step depends on the allocator and on first-time set-up of the math library: the order of magnitude holds.
-    assert workspace / 3 < measured["workspace"] < workspace * 3
-
 
 OPENS = """
 import json, sys

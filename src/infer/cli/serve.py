@@ -73,7 +73,8 @@ async def _run(
                 async with AsyncExitStack() as stack:
                     with ProgressDisplay(session) as report:
                         engine = await stack.enter_async_context(session.make_engine(config, report))
-                    await _serve(life, engine, listeners)
+                    with life.serving_scope:
+                        await _serve(life, engine, listeners)
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
@@ -106,7 +107,9 @@ class Life:
         """The first signal."""
         self.stop = anyio.Event()
         self.scope = anyio.CancelScope()
-        """Of loading and serving."""
+        """Of loading."""
+        self.serving_scope = anyio.CancelScope()
+        """Of serving, inside the engine's life: requests are told that the server stops before the engine does."""
         self.session = session
         self._close_listeners = close_listeners
 
@@ -117,8 +120,8 @@ class Life:
                 if self.stopped_by is None:
                     self.stopped_by = number
                     self._begin_to_stop()
-                elif self.serving and not self.scope.cancel_called:
-                    self.scope.cancel()
+                elif self.serving and not self.serving_scope.cancel_called:
+                    self.serving_scope.cancel()
                 else:
                     self._leave(number)
 
