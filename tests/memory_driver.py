@@ -42,16 +42,14 @@ def storages(tensors: list[Any]) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def run_worst_steps(engine: Engine, spec: SamplingSpec, *, settle: bool) -> int:
-    """On the worker thread -> the rise of resident memory at its highest. `settle` runs the steps once before."""
+def run_worst_steps(engine: Engine, spec: SamplingSpec) -> int:
+    """On the worker thread -> the rise of resident memory at its highest."""
     resolved, runner = engine.resolved, engine._parts.executor._worker  # type: ignore[union-attr]
     limits = resolved.scheduler
     bounds = StepBounds(
         num_tokens=limits.max_num_batched_tokens, num_rows=limits.max_num_seqs, max_model_len=limits.max_model_len
     )
     plans = [null_plan(rows, len(resolved.cache.groups), [spec] * len(rows)) for rows in worst_steps(bounds)]
-    for plan in plans if settle else ():
-        runner.execute(plan)
     gc.collect()
     runner._platform.trim()  # again: what this driver itself has done since the engine trimmed
     level = resident("VmRSS")
@@ -79,9 +77,8 @@ async def main(case: dict[str, Any]) -> dict[str, Any]:
         measured = engine._parts.executor._worker.measured()  # type: ignore[union-attr]
         live = storages([o for o in gc.get_objects() if type(o) is torch.Tensor])
         spec = SamplingSpec(seed=0, top_p=0.5, logprobs=2, prompt_logprobs=2)
-        settle = case.get("settle", False)
         executor = engine._parts.executor  # type: ignore[union-attr]
-        workspace = await executor.call(lambda: run_worst_steps(engine, spec, settle=settle))
+        workspace = await executor.call(lambda: run_worst_steps(engine, spec))
     return {
         "planned": {"weights": plan.weights, "kv_cache": plan.kv_cache, "workspace": plan.workspace},
         "measured": {"weights": measured["weights"], "kv_cache": measured["kv_cache"], "workspace": workspace},

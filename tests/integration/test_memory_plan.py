@@ -19,8 +19,13 @@ from infer.models import qwen3_moe
 from .engine_support import ARCHITECTURES, write_checkpoint
 
 DRIVER = Path(__file__).parents[1] / "memory_driver.py"
-FLOOR = 3 * 2**20
-"""Bytes that a workspace may be off whatever its size: pages, arrays of Python and NumPy, holes in malloc's heap."""
+FLOOR = 2 * 2**20
+"""Bytes that a workspace may be off whatever its size: pages, objects of Python, arrays of NumPy."""
+HOLES = 8 * 2**20
+"""Bytes that malloc's heap may keep beside what is in use."""
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""glibc's own initial thresholds for one heap. Stated, they stay what they are, so that what is freed goes back to the
+system and resident memory is memory in use; unstated, malloc raises them with use, to hundreds of times as much."""
 
 _BIG = {
     "hidden_size": 512,
@@ -56,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 WORST = (
     "Predicted peak is at least the measured peak under the worst batch with prompt logprobs, and within 5 percent (or "
-    "3 MiB), while a second process allocates"
+    "2 MiB), while a second process allocates"
 )
 
 
@@ -67,19 +72,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def measure(
-    path: Path, platform: str, cache: Path, *, one_heap: bool = True, settle: bool = False, **sections: Any
+    path: Path, platform: str, cache: Path, *, malloc: dict[str, str] = MALLOC, **sections: Any
 ) -> dict[str, Any]:
-    """What `memory_driver` finds. `one_heap`: malloc's free end goes back to the system when the warmed-up engine trims
-    it; of the heap that glibc gives a thread it does not, so that the level is higher and the rise that much lower.
-    `settle`: the level is that after the same steps."""
+    """What `memory_driver` finds."""
     config: dict[str, Any] = {
         "model": {"ref": str(path), "max_model_len": 2048} | sections.pop("model", {}),
         "scheduler": {"max_num_seqs": 32} | sections.pop("scheduler", {}),
         "cache": {"num_blocks": 512},
         "platform": {"name": platform, "threads": 1},
     }
-    environment = os.environ | {"INFER_CACHE_DIR": str(cache)} | ({"MALLOC_ARENA_MAX": "1"} if one_heap else {})
-    command = [sys.executable, str(DRIVER), json.dumps({"config": config | sections, "settle": settle})]
+    environment = os.environ | {"INFER_CACHE_DIR": str(cache)} | malloc
+    command = [sys.executable, str(DRIVER), json.dumps({"config": config | sections})]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -126,23 +129,20 @@ def test_the_worst_step_takes_what_was_planned(
 ) -> None:
     sections = {"model": {"dtype": "float32"}, "scheduler": {"max_num_batched_tokens": tokens}}
     found = measure(checkpoints[name], platform, kernel_cache, **sections)
-    assert found["planned"]["workspace"] > 20e6, "large enough to be judged"
+    assert found["planned"]["workspace"] > 15e6, "large enough to be judged"
     check(found)
     weights = found["planned"]["weights"]
     assert 0.5 * weights < found["loading"] <= 1.2 * weights + 300e6
+    if platform == "reference":  # what it takes today: the engine's own modules are half of what is added
+        assert found["loading"] <= 1.2 * weights + 130e6
 
 
 @pytest.mark.model
 @pytest.mark.row("X-MEMPLAN", "predicted bytes within 5 % of measured for weights and KV on CPU")
 @pytest.mark.row("KV-WARMUP-PROFILE", WORST)
-@pytest.mark.parametrize("platform", [pytest.param("reference", marks=pytest.mark.heavy), "cpu"])
-def test_the_real_model_takes_what_was_planned(smollm2_gguf: Path, kernel_cache: Path, platform: str) -> None:
-    sections: dict[str, Any] = {"scheduler": {"max_num_batched_tokens": 1024}}
-    # The reference's libraries set something up for every new number of rows: MKL up to 5 MB, and in bf16 oneDNN a kernel.
-    settle = platform == "reference"
-    if settle:
-        sections["model"] = {"dtype": "float32"}
-    check(measure(smollm2_gguf, platform, kernel_cache, settle=settle, **sections))
+def test_the_real_model_takes_what_was_planned(smollm2_gguf: Path, kernel_cache: Path) -> None:
+    """As it is by default: blocks as stored, native kernels."""
+    check(measure(smollm2_gguf, "cpu", kernel_cache, scheduler={"max_num_batched_tokens": 1024}))
 
 
 @contextmanager
@@ -156,12 +156,13 @@ def another_process_that_allocates() -> Iterator[None]:
 
 
 @pytest.mark.row("KV-WARMUP-PROFILE", WORST)
-def test_no_step_takes_more_than_planned_whatever_else_runs(checkpoints: dict[str, Path], kernel_cache: Path) -> None:
-    """With the heap that a thread has by default, in bf16, beside a process that takes and frees memory."""
-    sections = {"model": {"dtype": "bfloat16"}, "scheduler": {"max_num_batched_tokens": 1024}}
+def test_another_process_does_not_count(checkpoints: dict[str, Path], kernel_cache: Path) -> None:
+    sections = {"model": {"dtype": "bfloat16"}, "scheduler": {"max_num_batched_tokens": 2048}}
     with another_process_that_allocates():
-        found = measure(checkpoints["llama"], "cpu", kernel_cache, one_heap=False, **sections)
+        check(measure(checkpoints["llama"], "cpu", kernel_cache, **sections))
+
+
+def test_by_itself_malloc_keeps_a_little_more(checkpoints: dict[str, Path], kernel_cache: Path) -> None:
+    found = measure(checkpoints["llama"], "cpu", kernel_cache, malloc={}, scheduler={"max_num_batched_tokens": 2048})
     planned, measured = found["planned"]["workspace"], found["measured"]["workspace"]
-    assert 0.5 * planned < measured <= 1.05 * planned + FLOOR
-    # Loading: what it takes today. The engine's own modules are 100 MB of it.
-    assert found["loading"] <= 1.2 * found["planned"]["weights"] + 130e6
+    assert 0.8 * planned < measured <= planned + HOLES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from infer.config.engine import EngineConfig
 from infer.config.memory_plan import format_memory_plan
 from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
-from infer.config.resolve import choose_dtype, resolve
+from infer.config.resolve import choose_dtype, resolve, resolve_within
 from infer.errors import ConfigError
 
 GIB = 2**30
@@ -291,3 +292,42 @@ def test_plan_in_words() -> None:
     line = format_memory_plan(resolve(EngineConfig(), model(), limits(), footprint()).memory)
     assert line.startswith("weights 1.0 GiB + KV cache 194 MiB + workspace ")
     assert "of 32.0 GiB available" in line and "\n" not in line
+
+
+def measured(per_token: int, seen: list[int]) -> Callable[[StepBounds], ModelFootprint]:
+    """A footprint whose workspace grows with the longest sequence; notes the lengths it is asked for."""
+
+    def measure(bounds: StepBounds) -> ModelFootprint:
+        seen.append(bounds.max_model_len)
+        return footprint(workspace_bytes=per_token * bounds.max_model_len, bounds=bounds)
+
+    return measure
+
+
+def test_the_workspace_is_that_of_the_length_that_fits() -> None:
+    """The cache holds less than the checkpoint's length, so the workspace is planned again for what it holds."""
+    seen: list[int] = []
+    config = EngineConfig(cache={"num_blocks": 100})
+    decided = resolve_within(config, model(max_position=32_000), limits(), measured(1000, seen))
+    assert decided.scheduler.max_model_len == 99 * 16
+    assert seen == [32_000, 99 * 16] and decided.memory.workspace == 1000 * 99 * 16
+    assert any("max_model_len 1584" in notice for notice in decided.notices)
+
+
+def test_a_length_whose_workspace_does_not_fit_is_lowered_unless_it_was_stated() -> None:
+    seen: list[int] = []
+    small = EngineConfig(cache={"num_blocks": 4000})
+    decided = resolve_within(small, model(max_position=131_072), limits(), measured(2**20, seen))
+    assert seen[0] == 131_072 and decided.scheduler.max_model_len < 32_768
+    assert decided.memory.workspace == 2**20 * decided.scheduler.max_model_len
+    stated = EngineConfig(cache={"num_blocks": 9000}, model={"max_model_len": 131_072})
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        resolve_within(stated, model(max_position=131_072), limits(), measured(2**20, []))
+    assert "scheduler.max_num_batched_tokens" in caught.value.fields
+
+
+def test_a_workspace_that_never_fits_is_refused() -> None:
+    seen: list[int] = []
+    with pytest.raises(ConfigError, match="does not fit"):
+        resolve_within(EngineConfig(), model(max_position=131_072), limits(), measured(2**30, seen))
+    assert seen == sorted(seen, reverse=True) and seen[-1] <= 1024

@@ -114,8 +114,7 @@ class NativeOps:
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         x = self._dense(x)
         packed = weight.dim() == PACKED_DIM
-        if not packed:
-            weight = weight.contiguous()
+        weight = weight if packed else weight.contiguous()
         tokens, inner = x.shape
         outer = weight.shape[0] * LANES if packed else weight.shape[0]
         if bias is not None:
@@ -197,9 +196,7 @@ class NativeOps:
         if self._dry:
             return out, total
         width = x.shape[-1]
-        if x.dtype == torch.float32:
-            weight = weight.float()
-        weight = weight.contiguous()
+        weight = (weight.float() if x.dtype == torch.float32 else weight).contiguous()
         residual = None if residual is None else residual.contiguous()
         self._call.infer_rms_norm(
             self._library.pool,

@@ -45,9 +45,9 @@ def trace_worst_step(
             logits = model.logits(hidden, torch.arange(num_logits))
             outside = max(outside, live.peak)
             del hidden, logits
-    # One after the other, but malloc seldom puts a large tensor where many small ones have been: log-probabilities of
-    # prompt positions, and what the sampler takes, come on top.
-    return buffer_bytes() + outside + 2 * workspace_bytes(vocab_size)
+    # The sampler, or as much for log-probabilities of prompt positions; by then the small tensors of the forward pass
+    # are gone, but seldom from malloc's heap.
+    return buffer_bytes() + outside + workspace_bytes(vocab_size)
 
 
 def worst_steps(bounds: StepBounds) -> list[list[Row]]:

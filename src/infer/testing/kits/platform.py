@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe
+from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe, SupportsWorkspace
 from infer.testing.kits import Check, expect, load
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -30,6 +30,7 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     platform: Platform = load(spec)(**spec.example)
     yield Check("limits", partial(_limits, spec, platform))
     yield Check("step_context_restores_what_it_changes", partial(_step_context, platform))
+    yield Check("workspace", partial(_workspace, platform))
     for name in platform.limits().dtypes:
         for body in (_embedding, _linear, _rms_norm, _add_rms_norm, _rotary, _gated, _gather, _write_kv, _attention):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, platform, getattr(torch, name)))
@@ -92,6 +93,27 @@ def _step_context(platform: Platform) -> None:
         pass
     after = (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.random.initial_seed())
     expect(after == before, f"threads, gradients, default dtype, seed: {before} before a step, {after} after it")
+
+
+def _workspace(platform: Platform) -> None:
+    """Planning computes nothing and says what the buffer must hold; steps run right in a buffer of that size, after a
+    trim, and in one that is too small."""
+    if not isinstance(platform, SupportsWorkspace):
+        return
+    tokens, inner, outer = 256, 64, 1024
+    planned, most = platform.planning_ops()
+    shaped = planned.linear(torch.zeros(tokens, inner), torch.empty(outer, inner, device="meta"), None)
+    expect(tuple(shaped.shape) == (tokens, outer), f"planned linear: shape {tuple(shaped.shape)}")
+    size = most()
+    del shaped
+    with platform.step_context():
+        draw = Draw(platform, getattr(torch, platform.limits().dtypes[0]))
+        x, weight = draw.floats(tokens, inner), draw.floats(outer, inner)
+        for num_bytes in (size, 1):
+            platform.reserve_workspace(num_bytes)
+            for _ in range(2):
+                draw.close(platform.ops.linear(x, weight, None), _double(x) @ _double(weight).T, "linear in the buffer")
+                platform.trim()
 
 
 def _embedding(ops: Ops, draw: Draw) -> None:
