@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from infer.layers.parameter import Layer, Parameter
+from infer.layers.parameter import Layer, Parameter, moved_into
 
 if TYPE_CHECKING:
     from infer.layers.embedding import Embedding
@@ -48,8 +48,8 @@ class Linear(Layer):
         if self.blocks is not None:
             self.storage = filled
             return
-        self.storage = {}
-        self.storage = self.quant.finalize(filled, self.ops)
+        made = self.quant.finalize(filled, self.ops)
+        self.storage = {name: moved_into(filled[name], new) if name in filled else new for name, new in made.items()}
 
     def tensors(self) -> Iterator[Tensor]:
         yield from ({name: slot.data for name, slot in self.slots.items()} or self.storage).values()

@@ -48,9 +48,9 @@ class Parameter:
             return
         self.packed = True
         if self.blocks is not None and ops.blocks is not None:
-            self.data = ops.blocks.pack(self.data, self.blocks)
+            self.data = moved_into(self.data, ops.blocks.pack(self.data, self.blocks))
         elif ops.pack is not None:
-            self.data = ops.pack(self.data)
+            self.data = moved_into(self.data, ops.pack(self.data))
 
     def load(self, tensor: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill all rows, or rows[0] .. rows[1]. A large tensor that is the whole slot is adopted."""
@@ -69,6 +69,16 @@ class Parameter:
         else:
             with torch.no_grad():
                 self.data[start:stop].copy_(tensor)
+
+
+def moved_into(old: Tensor, new: Tensor) -> Tensor:
+    """What became of `old`, in its memory where it fits: weights were allocated together, and a second place for each
+    would leave holes in the heap as large as the model."""
+    fits = new.dtype == old.dtype and new.numel() == old.numel() and new.device == old.device and old.is_contiguous()
+    if not fits or new.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+        return new
+    with torch.no_grad():
+        return old.view(-1).view(new.shape).copy_(new)
 
 
 class Layer:

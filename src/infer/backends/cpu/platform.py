@@ -9,8 +9,8 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from infer.backends.cpu.build import build_library, find_compiler
 from infer.backends.cpu.library import Library
 from infer.backends.cpu.ops import make_ops
 from infer.backends.reference import memory
+from infer.backends.reference.platform import inference
 from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
@@ -66,19 +67,9 @@ class NativePlatform:
     def synchronize(self) -> None:
         """Nothing is queued."""
 
-    @contextmanager
-    def step_context(self) -> Iterator[None]:
-        """Inference mode, and one thread for the little that torch still computes: its OpenMP threads spin while they
-        wait, beside ours. Both are as before afterwards."""
-        before = torch.get_num_threads()
-        if before != 1:
-            torch.set_num_threads(1)
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            if before != 1:
-                torch.set_num_threads(before)
+    def step_context(self) -> AbstractContextManager[None]:
+        """One thread for the little that torch still computes: its OpenMP threads spin while they wait, beside ours."""
+        return inference(1)
 
     def close(self) -> None:
         """End the threads; the buffer and what the model held go back to the operating system."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -46,6 +46,20 @@ OPS = make_ops(Scratch())
 """All results from torch's allocator: for tests, and for backends that replace entries of it."""
 
 
+@contextmanager
+def inference(threads: int) -> Iterator[None]:
+    """Inference mode and torch's thread count for one step; both are as before afterwards."""
+    before = torch.get_num_threads()
+    if before != threads:
+        torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        if before != threads:
+            torch.set_num_threads(before)
+
+
 class ReferencePlatform:
     """Plain torch. Without `threads` torch's own setting is kept, lowered to the CPUs this process may use."""
 
@@ -83,18 +97,8 @@ class ReferencePlatform:
     def synchronize(self) -> None:
         """Nothing is queued."""
 
-    @contextmanager
-    def step_context(self) -> Iterator[None]:
-        """Inference mode and the thread count for one step; both are as before afterwards."""
-        before = torch.get_num_threads()
-        if before != self.threads:
-            torch.set_num_threads(self.threads)
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            if before != self.threads:
-                torch.set_num_threads(before)
+    def step_context(self) -> AbstractContextManager[None]:
+        return inference(self.threads)
 
     def close(self) -> None:
         """The buffer and what the model held go back to the operating system."""

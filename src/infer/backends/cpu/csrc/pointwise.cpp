@@ -38,19 +38,13 @@ static void rms_norm(Pool& pool, const T* x, const T* residual, const U* weight,
             in = sum_row;
         }
         vf squares = splat(0.0f);
-        int64_t i = 0;
-        for (; i + W <= n; i += W) {
-            vf v = load(in + i);
-            squares = v * v + squares;
-        }
-        if (i < n) {
-            vf v = load_some(in + i, int(n - i));
+        for (int64_t i = 0; i < n; i += W) {
+            vf v = load_some(in + i, int(n - i < W ? n - i : W));
             squares = v * v + squares;
         }
         vf scale = splat(1.0f / std::sqrt(sum(squares) / float(n) + eps));
-        for (i = 0; i + W <= n; i += W) store(out + i, load(in + i) * scale * load(weight + i));
-        if (i < n) {
-            int count = int(n - i);
+        for (int64_t i = 0; i < n; i += W) {
+            int count = int(n - i < W ? n - i : W);
             store_some(out + i, load_some(in + i, count) * scale * load_some(weight + i, count), count);
         }
     };
@@ -64,8 +58,7 @@ static void gate(Pool& pool, const T* x, T* y, int64_t rows, int64_t n) {
         T* out = y + row * n;
         for (int64_t i = 0; i < n; i += W) {
             int count = int(n - i < W ? n - i : W);
-            vf a = count == W ? load(g + i) : load_some(g + i, count);
-            vf b = count == W ? load(up + i) : load_some(up + i, count);
+            vf a = load_some(g + i, count), b = load_some(up + i, count);
             vf activated;
             if (KIND == 0) {
                 activated = a * vsigmoid(a);
@@ -73,10 +66,7 @@ static void gate(Pool& pool, const T* x, T* y, int64_t rows, int64_t n) {
                 vf inner = 0.79788456080286535588f * (a + 0.044715f * a * a * a);
                 activated = 0.5f * a * (1.0f + vtanh(inner));
             }
-            if (count == W)
-                store(out + i, activated * b);
-            else
-                store_some(out + i, activated * b, count);
+            store_some(out + i, activated * b, count);
         }
     };
     over_rows(pool, rows, 2 * n, body);

@@ -42,6 +42,7 @@ static inline vf load(const bf16* p) { return from_bits(__builtin_convertvector(
 // The first `count` (0..16) elements, zeros behind them.
 template <class T>
 static inline vf load_some(const T* p, int count) {
+    if (count == W) return load(p);
     T part[W] = {};
     std::memcpy(part, p, sizeof(T) * count);
     return load(part);
@@ -70,6 +71,7 @@ static inline void store(bf16* p, vf4 v) {
 
 template <class T>
 static inline void store_some(T* p, vf v, int count) {
+    if (count == W) return store(p, v);
     T part[W];
     store(part, v);
     std::memcpy(p, part, sizeof(T) * count);
