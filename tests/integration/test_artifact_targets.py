@@ -133,7 +133,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.mark.parametrize("kind", ["managed", "presigned"])
 async def test_s3(checkpoint: Path, s3: S3Server, kind: str, anyio_backend: str) -> None:
     """BR-26: sixteen rollouts into a real S3 server, read back from there by ranges."""
-    section = profile(f"s3://{BUCKET}/root", **s3.storage_options) | {
+    section = profile(f"s3://{BUCKET}/base", **s3.storage_options) | {
         "allow_insecure_http": True,
         "insecure_http_hosts": (f"127.0.0.1:{s3.port}",),
         "pipeline_concurrency": 4,
@@ -144,13 +144,13 @@ async def test_s3(checkpoint: Path, s3: S3Server, kind: str, anyio_backend: str)
     def target(index: int) -> Any:
         if kind == "managed":
             return ManagedTarget("here", f"{prefix}/{index}")
-        return grant(s3.presign(f"root/{prefix}/{index}"))
+        return grant(s3.presign(f"base/{prefix}/{index}"))
 
     async with engine_at(checkpoint, **section) as engine:
         found = await rollouts(engine, target, 16)
     for index, done in enumerate(found):
         assert done.artifact is not None and done.artifact.state == "ready", done.artifact
-        data = s3.client().get_object(Bucket=BUCKET, Key=f"root/{prefix}/{index}")["Body"].read()
+        data = s3.client().get_object(Bucket=BUCKET, Key=f"base/{prefix}/{index}")["Body"].read()
         check(data, done)
-        reader = open_artifact(f"s3://{BUCKET}/root/{prefix}/{index}", storage_options=s3.storage_options)
+        reader = open_artifact(f"s3://{BUCKET}/base/{prefix}/{index}", storage_options=s3.storage_options)
         assert reader.verify(sha256=done.artifact.sha256).body_sha256 == done.artifact.body_sha256

@@ -50,7 +50,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 def section(server: S3Server, **changes: Any) -> ArtifactsSection:
     profile = {
-        "url": f"s3://{BUCKET}/root",
+        "url": f"s3://{BUCKET}/base",
         "storage_options": server.storage_options,
         "allowed_prefixes": ["runs"],
         "create_only": True,
@@ -123,10 +123,10 @@ async def test_managed_write_and_no_second_one(server: S3Server, prefix: str) ->
     request = ArtifactRequest(target=ManagedTarget("s3", key))
     (first,) = await deliver(section(server), request)
     assert (first.state, first.object_id) == ("ready", f"s3:{key}")
-    assert decode(stored(server, f"root/{key}"), sha256=first.sha256) == G1
+    assert decode(stored(server, f"base/{key}"), sha256=first.sha256) == G1
     (second,) = await deliver(section(server), request)
     assert second.error_code == "artifact_conflict"
-    reader = open_artifact(f"s3://{BUCKET}/root/{key}", storage_options=server.storage_options)
+    reader = open_artifact(f"s3://{BUCKET}/base/{key}", storage_options=server.storage_options)
     assert reader.verify(sha256=first.sha256).body_sha256 == first.body_sha256
     assert reader.tokens().tolist() == [101, 102, 201, 202]
 
@@ -227,12 +227,12 @@ async def test_a_full_server(tmp_path: Path, kind: str, anyio_backend: str) -> N
         settings = section(server, managed_timeout_seconds=20, presigned_timeout_seconds=20)
         for number in range(12):
             key = f"runs/{number}"
-            url = server.presign(f"root/{key}")
+            url = server.presign(f"base/{key}")
             request = grant(url) if kind == "presigned" else ArtifactRequest(target=ManagedTarget("s3", key))
             (receipt,) = await deliver(settings, request, artifact=large())
             if receipt.state == "failed":
                 break
         assert receipt.error_code in ("artifact_upload_rejected", "artifact_upload_timeout", "artifact_outcome_unknown")
-        listed = server.client().list_objects_v2(Bucket=BUCKET, Prefix=f"root/{key}")
+        listed = server.client().list_objects_v2(Bucket=BUCKET, Prefix=f"base/{key}")
         if receipt.error_code == "artifact_upload_rejected":
             assert listed["KeyCount"] == 0

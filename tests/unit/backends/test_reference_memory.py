@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def test_this_machine() -> None:
     assert 0 < available <= total
     assert 1 <= usable_cpus() <= (os.cpu_count() or 1)
     before = resident_bytes()
-    block = bytearray(64 * 2**20)
+    block = mmap.mmap(-1, 64 * 2**20)  # not malloc's: its heap may hold as much already, free but resident
+    block.write(b"\1" * len(block))
     assert resident_bytes() - before > 32 * 2**20
     del block
