@@ -13,10 +13,12 @@ import anyio
 from infer.config.resolve import CacheGroup, ResolvedCache, ResolvedScheduler
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.outputs import ChoiceUpdate, Outbox
+from infer.engine.repetition import RepetitionDetector
 from infer.engine.request import Request, Status
 from infer.engine.scheduler.budget import ScheduledStep
 from infer.engine.scheduler.scheduler import Scheduler
 from infer.engine.step import SamplingSpec, StepPlan, StepResult
+from infer.options import RepetitionDetection
 from infer.testing.fake_executor import FakeWorker, NextToken, hashed_token
 
 EOS = 999_999
@@ -70,6 +72,7 @@ def new_request(
     stop_ids: dict[int, int | None] | None = None,
     deadline: float | None = None,
     interval: int = 1,
+    rule: RepetitionDetection | None = None,
     **sampling: Any,
 ) -> Request:
     return Request(
@@ -83,6 +86,7 @@ def new_request(
         arrival=arrival,
         cache_salt=salt,
         deadline=deadline,
+        repetition=None if rule is None else RepetitionDetector(rule),
     )
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WeightError,
     )
+    from infer.options import RepetitionDetection
     from infer.types import CapturedRows, Choice, Completion, Delta, RequestTimings, SamplingParams, TokenLogprob, Usage
 
     __version__: str
@@ -69,6 +70,7 @@ __all__ = [
     "PluginError",
     "PluginLoadError",
     "QueueFullError",
+    "RepetitionDetection",
     "RequestError",
     "RequestTimings",
     "SamplingError",
@@ -92,6 +94,8 @@ def _home(name: str) -> str:
         return "infer.engine.engine"
     if name == "EngineConfig":
         return "infer.config.engine"
+    if name in ("RepetitionDetection",):
+        return "infer.options"
     return "infer.errors" if name.endswith("Error") else "infer.types"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from infer.errors import InvalidRequestError, shown
+from infer.options import RepetitionDetection
 
 if TYPE_CHECKING:
     from infer.artifacts.receipt import ArtifactReceipt
@@ -72,6 +73,9 @@ class SamplingParams(BaseModel):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text; ids and log-probabilities always have them."""
     ignore_eos: bool = False
+    repetition_detection: RepetitionDetection | None = None
+    """End an answer that loops, finish_reason "repetition": with its first token that completes `min_count` equal pieces in a
+    row. Prompt tokens and the first `min_tokens` do not count as a reason; a stop on the same token goes first."""
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(
         default_factory=dict
     )
@@ -156,7 +160,9 @@ def _invalid_parameter(error: ValidationError) -> InvalidRequestError:
     if first["type"] == "extra_forbidden":
         close = difflib.get_close_matches(path, SamplingParams.model_fields, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        return InvalidRequestError(f"unknown sampling parameter {path!r}{hint}", parameter=path, value=value)
+        return InvalidRequestError(
+            f"unknown sampling parameter {path!r}{hint}", parameter=path.split(".")[0], value=value
+        )
     message = first["msg"].removeprefix("Value error, ")
     if not path:  # a rule over several fields: its message names them
         return InvalidRequestError(message, parameter=message.split("=")[0].split(" ")[0], value=None)

@@ -66,8 +66,9 @@ _TEXT_ONLY = "infer takes text only"
 _SAME_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos",
-    "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprobs_mode",
-    "logprob_token_ids", "return_kept_set", "forced_token_ids", "return_routed_experts", "routed_experts_prompt_start",
+    "repetition_detection", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
+    "logprobs_mode", "logprob_token_ids", "return_kept_set", "forced_token_ids", "return_routed_experts",
+    "routed_experts_prompt_start",
 )
 # fmt: on
 
@@ -107,7 +108,6 @@ SAMPLING = Body(
         "guided_decoding": Unsupported(note="structured output is not there yet"),
         "logits_processors": Unsupported(note=_LATER),
         "thinking_token_budget": Unsupported(note=_LATER),
-        "repetition_detection": Unsupported(note=_LATER),
         "return_sampling_mask": Unsupported(note="ask for return_kept_set: the ids that stayed, and their mass"),
         "skip_reading_prefix_cache": Unsupported(note="give a cache_salt of the request's own"),
         "extra_args": Unsupported(note="it belongs to vLLM's plugins, ignored", refused=False),

@@ -10,6 +10,7 @@ import importlib.metadata
 from pathlib import Path
 
 import msgspec
+from pydantic import BaseModel
 
 from infer.artifacts.record import Numerics, Provenance, SamplingValue
 from infer.config.model import ModelConfig
@@ -42,6 +43,8 @@ def with_sampling(known: Provenance, params: SamplingParams, max_tokens: int) ->
     for name in sorted(set(type(params).model_fields) - _RETURNED):
         value = getattr(params, name)
         if isinstance(value, dict):
+        if isinstance(value, BaseModel):
+            value = value.model_dump(mode="json", exclude_none=True)
             value = {str(key): item for key, item in value.items()}
         elif isinstance(value, list):
             value = tuple(value)

@@ -35,6 +35,7 @@ REPLACED = frozenset(
         "stop",
         "logprobs",
         "prompt_logprobs",
+        "repetition_detection",
         "return_routed_experts",
         "captured_as",
     }

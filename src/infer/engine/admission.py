@@ -15,6 +15,7 @@ from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.feasibility import check_feasible
 from infer.engine.prompts import PromptEncoder
+from infer.engine.repetition import RepetitionDetector
 from infer.engine.request import Request
 from infer.engine.step import SamplingSpec
 from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError, shown
@@ -258,6 +259,7 @@ def make_requests(
     arrived_at: float,
 ) -> list[Request]:
     """One sequence per choice; `rows` is empty or has one entry for each."""
+    rule = admitted.params.repetition_detection
     return [
         Request(
             request_id=name,
@@ -268,6 +270,7 @@ def make_requests(
             stop_ids=admitted.stop_ids,
             outbox=outbox,
             rows=rows[index] if rows else None,
+            repetition=None if rule is None else RepetitionDetector(rule),
             priority=priority,
             arrival=next(arrivals),
             cache_salt=cache_salt,

@@ -14,6 +14,7 @@ from infer.engine.kv_cache.manager import RequestBlocks
 if TYPE_CHECKING:
     from infer.engine.aux.rows import RequestRows
     from infer.engine.outputs import Outbox
+    from infer.engine.repetition import RepetitionDetector
     from infer.engine.step import PositionLogprobs, SamplingSpec
     from infer.types import FinishReason
 
@@ -56,6 +57,7 @@ class Request:
         "outbox",
         "priority",
         "prompt_len",
+        "repetition",
         "request_id",
         "rows",
         "sampling",
@@ -87,6 +89,7 @@ class Request:
         deadline: float | None = None,
         arrived_at: float = 0.0,
         rows: RequestRows | None = None,
+        repetition: RepetitionDetector | None = None,
     ) -> None:
         self.request_id = request_id
         self.choice_index = choice_index
@@ -122,6 +125,8 @@ class Request:
         """The other choices of the same prompt, to be started when this one has computed it."""
         self.rows = rows
         """Captured rows, of a request that asked for some; each sibling has its own (`RequestRows.sibling`)."""
+        self.repetition = repetition
+        """Of a request that is to end when its answer loops."""
         self.capture_id = -1
         """Of the stay in a slot in which they are captured."""
         self.weight_version = -1
@@ -195,8 +200,12 @@ class Request:
             self.versions.append((self.num_output, weight_version))
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
+            loops = self.repetition is not None and self.repetition.feed(token_id)
             if token_id in self.stop_ids and self.num_output >= len(self.sampling.forced_token_ids):
                 self.finish("stop", self.stop_ids[token_id])
+                return count
+            if loops and self.num_output >= max(self.sampling.min_tokens, len(self.sampling.forced_token_ids)):
+                self.finish("repetition")
                 return count
             if len(self.token_ids) - self.prompt_len >= self.max_tokens:
                 self.finish("length")

@@ -19,7 +19,6 @@ from infer.plugins.manager import build_registry
 from served import letters_engine
 
 LATER_PARAMETERS = [
-    pytest.param("repetition_detection", {"min_count": 3}, marks=pytest.mark.waits("SAMPLE-REPETITION"), id="case_15"),
     pytest.param("structured_output", {"regex": "a+"}, marks=pytest.mark.waits("TOOLS-STRUCTURED-CORE"), id="case_25"),
     pytest.param("structured_output", {"json": {}}, marks=pytest.mark.waits("TOOLS-STRUCTURED-CORE"), id="case_26"),
 ]
