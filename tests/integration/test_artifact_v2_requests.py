@@ -333,6 +333,11 @@ def test_where_it_comes_from(engine: BlockingEngine, checkpoint: Path) -> None:
     assert known.numerics.compute_dtype == "float32"
     assert known.tokenizer_digest == hashlib.sha256((checkpoint / "tokenizer.json").read_bytes()).hexdigest()
     assert known.template_digest and known.engine_version and known.logprobs_mode == "raw"
+    (weights,) = checkpoint.glob("*.safetensors")
+    assert known.weights_digest == f"sha256:{hashlib.sha256(weights.read_bytes()).hexdigest()}"
+    kernels = known.numerics.kernel_fingerprint
+    assert kernels == resolved.kernel_fingerprint and kernels.startswith(resolved.platform)
+    assert f"torch-{torch.__version__}" in kernels
     sampling = known.sampling
     assert (sampling["temperature"], sampling["top_p"], sampling["seed"], sampling["max_tokens"]) == (0.5, 0.9, 5, 4)
     assert sampling["stop"] == ("no such text",) and "prompt_logprobs" not in sampling

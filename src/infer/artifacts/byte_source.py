@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
-from infer.errors import ArtifactCorruptError, StorageNotFoundError, StorageUnavailableError
+from infer.errors import ArtifactCorruptError, ArtifactError, StorageNotFoundError, StorageUnavailableError
 
 HEAD_BYTES = 1 << 14
 """What the first request fetches: prelude and, as a rule, the whole header."""
@@ -27,6 +28,16 @@ class ByteSource:
         return [self.read(start, end) for start, end in ranges]
 
 
+class ClosedSource(ByteSource):
+    """What is left of a source whose reader was closed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def read(self, start: int, end: int) -> bytes:
+        raise ArtifactError("this reader was closed; open the artifact again")
+
+
 class MemorySource(ByteSource):
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self._data = memoryview(data).cast("B").toreadonly()
@@ -40,18 +51,19 @@ class RemoteSource(ByteSource):
     """The first `HEAD_BYTES` are fetched once, and what lies within them is served from there."""
 
     def __init__(self, uri: str, options: dict[str, Any]) -> None:
-        self._uri = uri
+        self._uri = shown_uri(uri)
+        self._has_secret = self._uri != uri
         try:
             self._filesystem, self._path = fsspec.core.url_to_fs(uri, **options)
             self.size = int(self._filesystem.info(self._path)["size"] or 0)
         except FileNotFoundError:
-            raise StorageNotFoundError(f"{uri} does not exist") from None
+            raise StorageNotFoundError(f"{self._uri} does not exist") from None
         except ImportError as error:
             raise StorageUnavailableError(
-                f"{uri} needs another package ({error}); s3:// comes with `pip install 'infer-engine[s3]'`"
+                f"{self._uri} needs another package ({error}); s3:// comes with `pip install 'infer-engine[s3]'`"
             ) from error
         except Exception as error:  # every filesystem has exceptions of its own
-            raise StorageUnavailableError(f"{uri} cannot be opened ({type(error).__name__}: {error})") from error
+            raise self._unavailable("opened", error) from self._cause(error)
         self._head = b""
         self._head = bytes(self._fetch([(0, min(self.size, HEAD_BYTES))])[0])
 
@@ -76,8 +88,16 @@ class RemoteSource(ByteSource):
         except FileNotFoundError:
             raise StorageNotFoundError(f"{self._uri} does not exist") from None
         except Exception as error:
-            raise StorageUnavailableError(f"{self._uri} cannot be read ({type(error).__name__}: {error})") from error
+            raise self._unavailable("read", error) from self._cause(error)
         return [self._exact(data, start, end) for data, (start, end) in zip(found, ranges, strict=True)]
+
+    def _unavailable(self, verb: str, error: Exception) -> StorageUnavailableError:
+        """Clients quote the whole URL in their errors."""
+        told = str(getattr(error, "status", "") if self._has_secret else error)
+        return StorageUnavailableError(f"{self._uri} cannot be {verb} ({type(error).__name__}{told and f': {told}'})")
+
+    def _cause(self, error: Exception) -> Exception | None:
+        return None if self._has_secret else error
 
     def _exact(self, data: bytes, start: int, end: int) -> bytes:
         if len(data) == self.size and end - start < self.size:  # a server that knows no ranges
@@ -85,6 +105,13 @@ class RemoteSource(ByteSource):
         if len(data) != end - start:
             raise ArtifactCorruptError(f"{self._uri}: {len(data)} bytes came for the range {start}-{end}")
         return data
+
+
+def shown_uri(uri: str) -> str:
+    """A URL without what may be a secret: user information and query (of a signed URL, the signature)."""
+    if "://" not in uri:
+        return uri
+    return re.sub(r"\?.*", "?...", re.sub(r"(?<=://)[^/?#]*@", "", uri), flags=re.DOTALL)
 
 
 def open_source(

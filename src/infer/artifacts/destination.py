@@ -5,6 +5,7 @@ Runs in the request's task; touches no network.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
@@ -36,7 +37,9 @@ class _SinkStorage:
         self.object_id = "sink"
 
     async def put(self, data: bytes, *, if_absent: bool) -> None:
-        self.object_id = await self._sink.sink(data)
+        name: object = await self._sink.sink(data)
+        if name is not None:
+            self.object_id = str(name)
 
     async def aclose(self) -> None:
         pass
@@ -44,9 +47,11 @@ class _SinkStorage:
 
 def resolve_destination(request: ArtifactRequest, settings: ArtifactsSection, registry: Registry) -> Destination:
     """Every rule of the target. Raises `ArtifactRefusedError` (artifact_target_rejected) with a fixed message."""
+    if request.refresh is not None and not is_async(request.refresh):
+        raise _rejected("refresh must be an `async def`")
     if isinstance(request.target, SinkTarget):
-        if type(request.target.max_bytes) is not int or not callable(request.target.sink):
-            raise _rejected("a sink needs a function and an integer max_bytes")
+        if type(request.target.max_bytes) is not int or not is_async(request.target.sink):
+            raise _rejected("a sink needs an integer max_bytes and a function that is an `async def`")
         sink = _SinkStorage(request.target)
         return Destination(sink, request.target.max_bytes, sink.object_id)
     try:
@@ -58,9 +63,25 @@ def resolve_destination(request: ArtifactRequest, settings: ArtifactsSection, re
         raise _rejected(str(error)) from None
 
 
-def check_profiles(settings: ArtifactsSection, registry: Registry) -> None:
-    """At start: somebody must answer for every profile's scheme. Raises `ConfigError`, which shows nothing of the URL but
-    its scheme."""
+def is_async(function: object) -> bool:
+    """Whether a call of it is known to give something to await, before it is called."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+_SWITCHES = (("storage_profiles", "enable_managed_fsspec"), ("insecure_http_hosts", "allow_insecure_http"))
+"""What is there for nothing without its switch."""
+
+
+def check_targets(settings: ArtifactsSection, registry: Registry) -> None:
+    """At start: what is set is in force, or switched off on purpose, and somebody answers for every profile's scheme. Raises
+    `ConfigError`, which shows nothing of a URL but its scheme."""
+    for name, switch in _SWITCHES:
+        if getattr(settings, name) and switch not in settings.model_fields_set:
+            raise ConfigError(
+                f"artifacts.{name} is set, and without artifacts.{switch} nothing of it is used: set that to true, or to "
+                "false on purpose",
+                fields=(f"artifacts.{name}", f"artifacts.{switch}"),
+            )
     known = _managed_schemes(registry)
     for name, profile in settings.storage_profiles.items():
         if _scheme(profile.url) not in known:

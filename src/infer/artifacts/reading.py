@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.artifacts.byte_source import ByteSource, ClosedSource
 from infer.artifacts.generation import GenerationArtifact, RoutedExperts, SelectedLogprobs
 from infer.artifacts.record import FieldRows, ParentReference, Provenance, WeightSpan
-from infer.errors import ArtifactCorruptError, ArtifactError
+from infer.errors import ArtifactCorruptError, ArtifactError, ArtifactFieldMissingError
+
+_SHOWN = 4
+"""Choices in a repr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +70,9 @@ class FieldSummary:
 
 class ArtifactReader(ABC):
     """Made by `open_artifact`. Every method raises `ArtifactCorruptError` where the bytes do not hold up, and
-    `ArtifactFieldMissingError` where the artifact does not have what is asked for. `choice` is the index of one; left out,
-    the first."""
+    `ArtifactFieldMissingError` where the artifact does not have what is asked for. `choice` is the index of one, and may be
+    left out where there is only one; `layers` are decoder layers, one or several. Use it in a `with`, or `close` it, to let go
+    of what it read; arrays that it handed out stay."""
 
     format: str
     codec: str
@@ -74,6 +82,28 @@ class ArtifactReader(ABC):
     """Where the generation came from; None in a format without it."""
     parent: ParentReference | None = None
     """The artifact whose rows this one does not repeat."""
+    _source: ByteSource
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        held = "; ".join(
+            f"choice {one.choice_index}: {one.prompt_token_count} + {one.num_tokens - one.prompt_token_count} tokens"
+            + "".join(f", {name}" for name in one.contents)
+            for one in self.choices[:_SHOWN]
+        )
+        more = f"; {len(self.choices) - _SHOWN} more" if len(self.choices) > _SHOWN else ""
+        return f"<{type(self).__name__} {self.format}, {self.codec}, {self.actual_bytes} bytes; {held}{more}>"
+
+    def close(self) -> None:
+        """What was read is forgotten, and nothing is read any more; what the header says stays. A parent stays open."""
+        self._source = ClosedSource(self.actual_bytes)
 
     @abstractmethod
     def fields(self) -> tuple[FieldSummary, ...]:
@@ -86,7 +116,7 @@ class ArtifactReader(ABC):
         choice: int | None = None,
         *,
         tokens: slice | None = None,
-        layers: Iterable[int] | None = None,
+        layers: int | Iterable[int] | None = None,
     ) -> FieldRows:
         """Rows of one field, of some absolute positions and of some decoder layers (default: all that there are)."""
 
@@ -96,7 +126,7 @@ class ArtifactReader(ABC):
 
     @abstractmethod
     def routes(
-        self, choice: int | None = None, *, layers: Iterable[int] | None = None, tokens: slice | None = None
+        self, choice: int | None = None, *, layers: int | Iterable[int] | None = None, tokens: slice | None = None
     ) -> RoutedExperts:
         """Routes of some decoder layers and of some absolute token positions (default: all that there are)."""
 
@@ -125,6 +155,32 @@ class ArtifactReader(ABC):
             for start, end in itertools.pairwise(edges)
             if end > start
         )
+
+    def _chosen(self, choice: int | None) -> int:
+        """The index that is meant. Raises `ArtifactFieldMissingError`."""
+        known = [one.choice_index for one in self.choices]
+        if choice is None:
+            if len(known) == 1:
+                return known[0]
+            raise ArtifactFieldMissingError(f"there are choices {known[:64]}: say which one, such as choice={known[0]}")
+        if choice not in known:
+            raise ArtifactFieldMissingError(f"there is no choice {choice!r}; there are {known[:64]}")
+        return choice
+
+
+def chosen_layers(layers: object) -> tuple[int, ...] | None:
+    """One layer or several, as they were asked for. Raises `ArtifactError`."""
+    if layers is None:
+        return None
+    try:
+        if isinstance(layers, str | bytes):
+            raise TypeError
+        given: Iterable[Any] = layers if isinstance(layers, Iterable) else (layers,)
+        return tuple(operator.index(layer) for layer in given)
+    except TypeError:
+        raise ArtifactError(
+            f"layers={layers!r}: give a decoder layer, such as layers=1, or several, layers=[1, 3]"
+        ) from None
 
 
 def row_range(tokens: slice | None, token_start: int, rows: int) -> tuple[int, int]:

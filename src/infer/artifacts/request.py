@@ -81,7 +81,7 @@ class ManagedTarget:
 
 @dataclass(frozen=True, slots=True)
 class SinkTarget:
-    """In process only: `sink(data)` takes the object and returns its id."""
+    """In process only: `sink(data)`, an `async def`, takes the object and returns its id for the receipt."""
 
     sink: Callable[[bytes], Awaitable[str]] = field(repr=False)
     max_bytes: int = 2**62

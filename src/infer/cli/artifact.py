@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("vllm", "prime-rl", "skyrl", "sglang", "miles", "nemo-rl", "verl", "json")
 File = Annotated[str, typer.Argument(metavar="FILE", help="A path or any fsspec URL (s3://..., memory://...).")]
-ChoiceIndex = Annotated[int | None, typer.Option("--choice", help="Index of the choice; left out: the first.")]
+ChoiceIndex = Annotated[
+    int | None, typer.Option("--choice", help="Index of the choice; needed where there are several.")
+]
 Parents = Annotated[
     list[str] | None,
     typer.Option(
@@ -148,7 +150,7 @@ def plot(
     if output is not None and output.suffix.lower() not in (".png", ".svg"):
         raise ConfigError(f"--output {output}: a picture ends in .png or .svg")
     session, reader = _open(ctx, file, parent)
-    routes = reader.routes(choice)
+    routes = reader.routes(_index(reader, choice))
     if output is not None and output.suffix.lower() == ".png":
         output.write_bytes(draw_routes_png(routes))
     else:
@@ -170,13 +172,8 @@ def export(
     session, reader = _open(ctx, file, parent)
     if to not in FORMATS:
         raise ConfigError(f"--to {to}: there is no such encoding; one of {', '.join(FORMATS)}")
-    content = reader.artifact()
-    index = reader.choices[0].choice_index if choice is None else choice
-    found = next((one for one in content.choices if one.choice_index == index), None)
-    if found is None:
-        raise ConfigError(
-            f"--choice {index}: there is no such choice; there are {[c.choice_index for c in reader.choices]}"
-        )
+    index = _index(reader, choice)
+    found = next(one for one in reader.artifact().choices if one.choice_index == index)
     if to == "json":
         _emit(session, output, json.dumps(_plain(found) | _other_fields(reader, index)) + "\n")
         return
@@ -193,6 +190,16 @@ def export(
         made = dataclasses.asdict(made)
     text = made if isinstance(made, str) else json.dumps(made)
     _emit(session, output, text + "\n")
+
+
+def _index(reader: ArtifactReader, choice: int | None) -> int:
+    """Of the choice that is meant. Raises `ConfigError`."""
+    known = [one.choice_index for one in reader.choices]
+    if choice is None and len(known) > 1:
+        raise ConfigError(f"there are choices {known[:64]}: say which one with --choice, such as --choice {known[0]}")
+    if choice is not None and choice not in known:
+        raise ConfigError(f"--choice {choice}: there is no such choice; there are {known[:64]}")
+    return known[0] if choice is None else choice
 
 
 def _exporters() -> dict[str, Callable[..., Any]]:

@@ -19,3 +19,5 @@ class PlatformLimits:
     threads: int
     invariant: bool = False
     """Whether every op computes a row with the same bits whatever else is in the step."""
+    kernel_fingerprint: str = ""
+    """Which kernels these are: changes with their code and with what they were built for; empty: the platform does not say."""

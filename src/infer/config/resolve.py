@@ -72,6 +72,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     numerics: Numerics = "fast"
     capture: capture.ResolvedCapture | None = None
     """None: no request can ask for captured rows, and nothing of it exists."""
+    kernel_fingerprint: str = ""
+    """As the platform says."""
 
 
 def resolve(
@@ -146,6 +148,7 @@ def resolve(
         notices=tuple(notices),
         numerics=choose_numerics(config.numerics.mode, limits),
         capture=_resolve_capture(config, footprint, stores, main_blocks, depth),
+        kernel_fingerprint=limits.kernel_fingerprint,
     )
 
 

@@ -6,7 +6,7 @@ Lives in the caller's thread; the engine runs in the portal's thread and ends wi
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -19,8 +19,48 @@ from infer.types import Completion, Delta, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
+    from infer.engine.stream import Stream
 
 T = TypeVar("T")
+
+
+class BlockingStream:
+    """`for delta in engine.stream(...)`; then `stream.result` is what `generate` returns, the artifact's receipt included.
+
+    Leaving it early aborts the request: `close` it, leave its `with`, or let go of it.
+    """
+
+    def __init__(self, stream: Stream, deltas: Generator[Delta, None, None]) -> None:
+        self._stream = stream
+        self._deltas = deltas  # knows nothing of this object, so that it ends when nobody holds it any more
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        return next(self._deltas)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the request if it still runs."""
+        self._deltas.close()
+
+    @property
+    def request_id(self) -> str:
+        """Known from the first delta on."""
+        return self._stream.request_id
+
+    @property
+    def result(self) -> Completion:
+        """The completion; raises `EngineError` while the stream has not been read to its end."""
+        return self._stream.result
 
 
 class BlockingEngine:
@@ -86,10 +126,13 @@ class BlockingEngine:
         """As `Engine.generate_many`."""
         return self._call(lambda: self._engine.generate_many(prompts, params, **options))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
-        """Deltas of one request; leaving the iteration early aborts it."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> BlockingStream:
+        """Deltas of one request, begun with the first one that is asked for; arguments as for `Engine.stream`."""
         self._open_portal()
         stream = self._engine.stream(prompt, params, **options)
+        return BlockingStream(stream, self._deltas(stream))
+
+    def _deltas(self, stream: Stream) -> Generator[Delta, None, None]:
         try:
             self._call(stream.__aenter__)
             while True:

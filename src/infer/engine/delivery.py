@@ -5,6 +5,7 @@ Runs in the request's task. Part of the facade: the one module of the engine tha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,12 @@ from infer.artifacts.ticket import Ticket
 from infer.artifacts.v2.admission import NUM_TOP, first_row, most_kept, wire_name
 from infer.artifacts.v2.capture import ChoiceEnd
 from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
+from infer.artifacts.weights_digest import weights_digest
 from infer.config.capture import MOE_ROUTES, CaptureProfile, ResolvedCapture
 from infer.engine.admission import PrivateOutputs
 from infer.engine.aux.rows import RequestRows
 from infer.engine.keyed_rows import check_captured_as, with_keys
-from infer.errors import EngineError, InvalidRequestError
+from infer.errors import EngineClosedError, EngineError, InvalidRequestError
 
 if TYPE_CHECKING:
     from infer.artifacts.record import Provenance
@@ -63,6 +65,9 @@ class Deliveries:
         self._parts = parts
         self._model = model
         self._provenance: Provenance | None = None
+        self._provenance_lock = anyio.Lock()
+        self._reading = threading.Lock()
+        self._closed = threading.Event()
         profiles = () if parts.resolved.capture is None else parts.resolved.capture.profiles
         self._captured = {
             wire_name(one, parts.registry.origin("artifact_field", one.name).distribution): one for one in profiles
@@ -80,6 +85,7 @@ class Deliveries:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closed.set()
         await self.pipeline.__aexit__(kind, error, trace)
 
     async def admit(self, artifact: ArtifactRequest | None, admitted: Admitted, request_id: str) -> Delivery | None:
@@ -152,14 +158,29 @@ class Deliveries:
         )
 
     async def _known_provenance(self) -> Provenance:
+        """Files are read once, by the first who asks; should that request be cancelled, its thread goes on for the others."""
+        async with self._provenance_lock:
+            if self._provenance is None:
+                await anyio.to_thread.run_sync(self._read_provenance, abandon_on_cancel=True)
         if self._provenance is None:
+            raise EngineClosedError("the engine was closed while the request was admitted")
+        return self._provenance
+
+    def _read_provenance(self) -> None:
+        with self._reading:
+            if self._provenance is not None or self._closed.is_set():
+                return
             parts, model = self._parts, self._model
             path = Path(model.tokenizer) if model.tokenizer else parts.model.path
-            digest = "" if model.skip_tokenizer else await anyio.to_thread.run_sync(tokenizer_digest, path)
             template = text_digest(model.chat_template or parts.tokenizer.chat_template)
             known = engine_provenance(parts.model, parts.resolved, template)
-            self._provenance = msgspec.structs.replace(known, tokenizer_digest=digest)
-        return self._provenance
+            known = msgspec.structs.replace(
+                known,
+                tokenizer_digest="" if model.skip_tokenizer else tokenizer_digest(path),
+                weights_digest=weights_digest(parts.model, self._closed.is_set),
+            )
+            if not self._closed.is_set():
+                self._provenance = known
 
     def limits(self) -> dict[str, int]:
         """What is in force, for whoever asks the server."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from infer.artifacts.destination import check_profiles
+from infer.artifacts.destination import check_targets
 from infer.config.engine import EngineConfig
 from infer.config.env import Environment, read_environment
 from infer.config.memory_plan import format_memory_plan
@@ -123,7 +123,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     from infer.weights.facts import read_model_config  # noqa: PLC0415
 
     registry = build_registry(config.plugins)
-    check_profiles(config.artifacts, registry)
+    check_targets(config.artifacts, registry)
     found = resolve_reference(
         config.model.ref,
         registry,

@@ -107,7 +107,10 @@ def _check_url(url: object, options: Mapping[str, Any]) -> tuple[str, int, bool,
     if insecure:
         loopback = host == "localhost" or (literal is not None and literal.is_loopback)
         if not loopback or authority not in options.get("insecure_hosts", ()):
-            raise refuse("the url must be https")
+            raise refuse(
+                "the url must be https: http goes to loopback hosts in artifacts.insecure_http_hosts alone, with "
+                "artifacts.allow_insecure_http"
+            )
     else:
         _check_host(host, literal)
         if authority not in options.get("hosts", ()):

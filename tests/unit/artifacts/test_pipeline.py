@@ -16,7 +16,7 @@ import pytest
 import infer.artifacts.assembly
 from infer.artifacts import ArtifactChoice, GenerationArtifact, decode
 from infer.artifacts.admission import GenerationBounds
-from infer.artifacts.destination import check_profiles
+from infer.artifacts.destination import check_targets
 from infer.artifacts.pipeline import ArtifactPipeline
 from infer.artifacts.receipt import SENTENCES, ArtifactReceipt, missing_receipt
 from infer.artifacts.request import ArtifactRequest, ManagedTarget, PresignedTarget, SinkTarget
@@ -261,7 +261,22 @@ class TestRefusals:
         with pytest.raises(
             ConfigError, match=r"storage_profiles\.runs\.url: no storage plugin answers for .*memory, s3"
         ):
-            check_profiles(section, registry)
+            check_targets(section, registry)
+
+    @pytest.mark.parametrize(
+        ("given", "switch"),
+        [("storage_profiles", "enable_managed_fsspec"), ("insecure_http_hosts", "allow_insecure_http")],
+    )
+    async def test_what_is_set_and_not_in_force_is_said_at_start(
+        self, registry: Registry, given: str, switch: str
+    ) -> None:
+        profile = {"url": "memory://pipeline", "allowed_prefixes": ["runs"], "create_only": True}
+        values = {"storage_profiles": {"runs": profile}, "insecure_http_hosts": ("127.0.0.1:9000",)}
+        with pytest.raises(ConfigError, match=f"artifacts.{given} is set, and without artifacts.{switch}") as caught:
+            check_targets(ArtifactsSection(**{given: values[given]}), registry)  # type: ignore[arg-type]
+        assert caught.value.fields == (f"artifacts.{given}", f"artifacts.{switch}")
+        for on_purpose in (True, False):
+            check_targets(ArtifactsSection(**{given: values[given], switch: on_purpose}), registry)  # type: ignore[arg-type]
 
     async def test_the_log_says_what_kind_of_error_it_was(
         self, registry: Registry, caplog: pytest.LogCaptureFixture

@@ -48,7 +48,7 @@ def test_the_manifest_comes_first(data: bytes) -> None:
 def test_whole_contents(data: bytes) -> None:
     reader = open_artifact(data)
     assert reader.artifact() == LARGE
-    assert reader.tokens().tolist() == [1, 2, 3, 4]
+    assert reader.tokens(0).tolist() == [1, 2, 3, 4]
     assert reader.tokens(5).tolist() == list(range(200))
     assert reader.routes(5) == LARGE.choices[1].moe_routes
     assert reader.logprobs(5) == LARGE.choices[1].selected_logprobs
@@ -86,7 +86,7 @@ def test_a_slice_keeps_nothing_else_alive(data: bytes) -> None:
 def test_what_is_not_there(data: bytes) -> None:
     reader = open_artifact(data)
     for step in (
-        lambda: reader.routes(),
+        lambda: reader.routes(0),
         lambda: reader.logprobs(0),
         lambda: reader.tokens(1),
         lambda: reader.routes(5, layers=[2]),

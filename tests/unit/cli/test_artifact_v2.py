@@ -110,7 +110,7 @@ def test_a_delta_needs_its_parent(infer: Any, delta: tuple[str, str], tmp_path: 
 
 def test_plot_png(infer: Any, file: str, tmp_path: Path) -> None:
     target = tmp_path / "routes.png"
-    done = infer("artifact", "plot", file, "-o", str(target))
+    done = infer("artifact", "plot", file, "--choice", "0", "-o", str(target))
     assert (done.code, done.err) == (0, "")
     image = Image.open(target)
     assert image.format == "PNG" and image.width == 1800
@@ -140,5 +140,5 @@ def test_without_pillow_the_cure_is_named(
         return original(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    done = infer("artifact", "plot", file, "-o", str(tmp_path / "a.png"))
+    done = infer("artifact", "plot", file, "--choice", "0", "-o", str(tmp_path / "a.png"))
     assert done.code == 1 and "infer-engine[plot]" in done.err and not (tmp_path / "a.png").exists()

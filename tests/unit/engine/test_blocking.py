@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from infer import Delta, InvalidRequestError, SamplingParams
+from infer.artifacts import ArtifactRequest, SinkTarget
 from infer.engine.blocking import BlockingEngine
-from infer.errors import EngineClosedError, EngineDeadError
+from infer.errors import EngineClosedError, EngineDeadError, EngineError
 from served import answer_text, letters_engine
 
 SIX = SamplingParams(max_tokens=6, seed=2)
@@ -59,6 +61,48 @@ def test_leaving_an_iteration_early_aborts_the_request() -> None:
                 break
             engine.abort("wake the portal")
         assert not engine.engine.statistics().kv_usage
+
+
+def test_the_result_of_a_stream_and_its_receipt() -> None:
+    objects: list[bytes] = []
+
+    async def keep(data: bytes) -> str:
+        objects.append(bytes(data))
+        return "kept"
+
+    with blocking() as engine:
+        whole = engine.generate("abc", SIX)
+        stream = engine.stream("abc", SIX, request_id="r", artifact=ArtifactRequest(target=SinkTarget(keep)))
+        with pytest.raises(EngineError, match="not entered"):
+            _ = stream.result
+        text = next(stream).text
+        assert stream.request_id == "r"
+        with pytest.raises(EngineError, match="read it to its end"):
+            _ = stream.result
+        text += "".join(delta.text for delta in stream)
+        done = stream.result
+        assert text == done.text == whole.text and done.token_ids == whole.token_ids
+        assert done.artifact is not None and (done.artifact.state, done.artifact.object_id) == ("ready", "kept")
+        assert hashlib.sha256(objects[0]).hexdigest() == done.artifact.sha256
+        assert list(stream) == []
+    assert stream.result is done
+
+
+@pytest.mark.parametrize("leave", ["close", "with", "drop"])
+def test_a_stream_that_is_left_early_is_aborted(leave: str) -> None:
+    with blocking() as engine:
+        stream = engine.stream("abc", SamplingParams(max_tokens=1500))
+        if leave == "with":
+            with stream:
+                next(stream)
+        next(stream, None)
+        if leave == "close":
+            stream.close()
+        elif leave == "drop":
+            del stream
+        assert not engine.engine.request_ids
+        if leave != "drop":
+            assert list(stream) == []
 
 
 def test_errors_are_the_engine_s_own_and_it_serves_on() -> None:

@@ -43,6 +43,12 @@ def test_the_bytes_of_the_url_and_the_headers_stay(options: Options) -> None:
     ]
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9000/SECRET", "http://bucket.example/SECRET"])
+def test_plain_http_is_refused_with_the_setting_that_allows_it(options: Options, url: str) -> None:
+    assert "artifacts.allow_insecure_http" in refused(options, url)
+    assert "artifacts.insecure_http_hosts" in refused(options | {"insecure_hosts": ("127.0.0.1:9001",)}, url)
+
+
 @pytest.mark.parametrize(
     ("url", "target"),
     [

@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from infer.artifacts.byte_source import ByteSource
 from infer.artifacts.generation import GenerationArtifact, RoutedExperts, SelectedLogprobs
-from infer.artifacts.reading import ArtifactReader, ChoiceSummary, FieldSummary, Verified, row_range, sound
+from infer.artifacts.reading import (
+    ArtifactReader,
+    ChoiceSummary,
+    FieldSummary,
+    Verified,
+    chosen_layers,
+    row_range,
+    sound,
+)
 from infer.artifacts.record import FieldRows
 from infer.artifacts.v1 import manifest as wire
 from infer.artifacts.v1.decoder import (
@@ -49,6 +57,10 @@ class V1Reader(ArtifactReader):
         self.actual_bytes = source.size
         self.codec = "none" if self._prelude.codec == CODEC_NONE else "zstd"
 
+    def close(self) -> None:
+        super().close()
+        self._body = None
+
     def fields(self) -> tuple[FieldSummary, ...]:
         found = []
         for choice in self._manifest.choices:
@@ -67,7 +79,7 @@ class V1Reader(ArtifactReader):
         choice: int | None = None,
         *,
         tokens: slice | None = None,
-        layers: Iterable[int] | None = None,
+        layers: int | Iterable[int] | None = None,
     ) -> FieldRows:
         if name == "moe_routes":
             routes = self.routes(choice, layers=layers, tokens=tokens)
@@ -93,7 +105,7 @@ class V1Reader(ArtifactReader):
         return array
 
     def routes(
-        self, choice: int | None = None, *, layers: Iterable[int] | None = None, tokens: slice | None = None
+        self, choice: int | None = None, *, layers: int | Iterable[int] | None = None, tokens: slice | None = None
     ) -> RoutedExperts:
         """From an uncompressed object only the rows asked for are fetched."""
         found = self._choice(choice)
@@ -109,8 +121,9 @@ class V1Reader(ArtifactReader):
             end = found.sequence_token_ids.shape[0] if found.sequence_token_ids.shape else 0
         start = part.token_start + first
         sound(lambda: check_routes(ids, start, part.router_ids, part.expert_counts, end))
-        chosen = list(range(routers)) if layers is None else [_router(part, layer) for layer in layers]
-        if layers is not None:
+        wanted = chosen_layers(layers)
+        chosen = list(range(routers)) if wanted is None else [_router(part, layer) for layer in wanted]
+        if wanted is not None:
             ids = np.ascontiguousarray(ids[:, chosen])
         return RoutedExperts(
             start, ids, tuple(part.router_ids[n] for n in chosen), tuple(part.expert_counts[n] for n in chosen)
@@ -177,11 +190,7 @@ class V1Reader(ArtifactReader):
         return array
 
     def _choice(self, index: int | None) -> wire.Choice:
-        if index is None:
-            return self._manifest.choices[0]
-        if index not in self._by_index:
-            raise ArtifactFieldMissingError(f"there is no choice {index}; there are {sorted(self._by_index)}")
-        return self._by_index[index]
+        return self._by_index[self._chosen(index)]
 
     def _component(self, choice: wire.Choice, kind: type[Any]) -> Any:
         for component in choice.components:

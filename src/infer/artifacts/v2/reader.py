@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from infer.artifacts.byte_source import ByteSource
 from infer.artifacts.generation import ArtifactChoice, GenerationArtifact, RoutedExperts, SelectedLogprobs
-from infer.artifacts.reading import ArtifactReader, ChoiceSummary, FieldSummary, Verified, row_range, sound
+from infer.artifacts.reading import (
+    ArtifactReader,
+    ChoiceSummary,
+    FieldSummary,
+    Verified,
+    chosen_layers,
+    row_range,
+    sound,
+)
 from infer.artifacts.record import MISSING, ChoiceRecord, FieldRows, GenerationRecord
 from infer.artifacts.v1.semantics import check_logprobs, check_routes, check_tokens
 from infer.artifacts.v2 import header as wire
@@ -78,14 +86,12 @@ class V2Reader(ArtifactReader):
         choice: int | None = None,
         *,
         tokens: slice | None = None,
-        layers: Iterable[int] | None = None,
+        layers: int | Iterable[int] | None = None,
     ) -> FieldRows:
         """Arrays are read-only. Rows of a delta that its parent holds are included when the parent was given; without it
         the rows begin where the delta begins."""
-        index = self._index(choice)
-        entries = self._found(name, index)
-        first = entries[0]
-        wanted = None if layers is None else tuple(layers)
+        entries = self._found(name, self._chosen(choice))
+        first, wanted = entries[0], chosen_layers(layers)
         columns = None if wanted is None else columns_of(first, wanted)
         if first.scope == "request":
             if tokens is not None:
@@ -105,7 +111,7 @@ class V2Reader(ArtifactReader):
         return joined(self._prefix(name, low, min(high, prefix_end), wanted), own)
 
     def tokens(self, choice: int | None = None) -> NDArray[np.int64]:
-        index = self._index(choice)
+        index = self._chosen(choice)
         rows = self.field("token_ids", index)
         if rows.row_start:
             raise ArtifactFieldMissingError(
@@ -117,7 +123,7 @@ class V2Reader(ArtifactReader):
         return rows.values
 
     def routes(
-        self, choice: int | None = None, *, layers: Iterable[int] | None = None, tokens: slice | None = None
+        self, choice: int | None = None, *, layers: int | Iterable[int] | None = None, tokens: slice | None = None
     ) -> RoutedExperts:
         """Only the chunks of these layers and tokens are fetched. Rows that are missing are never handed out as routes:
         `field("moe_routes")` gives them with their status."""
@@ -132,7 +138,7 @@ class V2Reader(ArtifactReader):
         return RoutedExperts(start, ids, routers, counts)
 
     def logprobs(self, choice: int | None = None) -> SelectedLogprobs:
-        index = self._index(choice)
+        index = self._chosen(choice)
         rows = self.field("selected_logprobs", index)
         if not rows.complete:
             raise ArtifactFieldMissingError("selected_logprobs has missing rows; field('selected_logprobs') says which")
@@ -191,13 +197,6 @@ class V2Reader(ArtifactReader):
         if self.parent.choice_index not in parent._choices:
             raise ArtifactCorruptError(f"the parent has no choice {self.parent.choice_index}")
         return parent
-
-    def _index(self, choice: int | None) -> int:
-        if choice is None:
-            return self.header.choices[0].choice_index
-        if choice not in self._choices:
-            raise ArtifactFieldMissingError(f"there is no choice {choice}; there are {sorted(self._choices)[:64]}")
-        return choice
 
     def _found(self, name: str, index: int) -> list[wire.Field]:
         entries = self._entries.get((name, index))

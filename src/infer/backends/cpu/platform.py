@@ -19,7 +19,7 @@ from infer.backends.cpu.build import build_library, find_compiler
 from infer.backends.cpu.library import Library
 from infer.backends.cpu.ops import make_ops
 from infer.backends.reference import memory
-from infer.backends.reference.platform import inference
+from infer.backends.reference.platform import inference, torch_fingerprint
 from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
@@ -34,7 +34,9 @@ class NativePlatform:
     def __init__(self, threads: int | None, cache_dir: Path) -> None:
         self.device = torch.device("cpu")
         self.threads = threads if threads is not None else min(torch.get_num_threads(), memory.usable_cpus())
-        self._library = Library(build_library(cache_dir), self.threads)
+        library = build_library(cache_dir)
+        self._library = Library(library, self.threads)
+        self._fingerprint = f"{library.stem.removeprefix('infer-')} {torch_fingerprint()}"  # named by its content
         self._scratch = Scratch()
         self.ops = make_ops(self._library, self._scratch)
 
@@ -48,6 +50,7 @@ class NativePlatform:
             dtypes=dtypes,
             threads=self.threads,
             invariant=True,
+            kernel_fingerprint=self._fingerprint,
         )
 
     def memory_in_use(self) -> int:

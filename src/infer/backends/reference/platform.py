@@ -46,6 +46,11 @@ OPS = make_ops(Scratch())
 """All results from torch's allocator: for tests, and for backends that replace entries of it."""
 
 
+def torch_fingerprint() -> str:
+    """Which of torch's kernels run on this CPU."""
+    return f"torch-{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+
+
 @contextmanager
 def inference(threads: int) -> Iterator[None]:
     """Inference mode and torch's thread count for one step; both are as before afterwards."""
@@ -75,7 +80,12 @@ class ReferencePlatform:
         total, available = memory.memory()
         dtypes = ("bfloat16", "float32") if memory.native_bfloat16() else ("float32",)
         return PlatformLimits(
-            name=self.name, total_memory=total, available_memory=available, dtypes=dtypes, threads=self.threads
+            name=self.name,
+            total_memory=total,
+            available_memory=available,
+            dtypes=dtypes,
+            threads=self.threads,
+            kernel_fingerprint=f"{self.name} {torch_fingerprint()}",
         )
 
     def memory_in_use(self) -> int:
