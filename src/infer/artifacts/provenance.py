@@ -43,9 +43,9 @@ def with_sampling(known: Provenance, params: SamplingParams, max_tokens: int) ->
     sampling: dict[str, SamplingValue] = {}
     for name in sorted(set(type(params).model_fields) - _RETURNED):
         value = getattr(params, name)
-        if isinstance(value, dict):
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json", exclude_none=True)
+        if isinstance(value, dict):
             value = {str(key): item for key, item in value.items()}
         elif isinstance(value, list):
             value = tuple(value)
