@@ -92,6 +92,32 @@ def write_gguf(
     return path
 
 
+HALVES = {
+    "Q4_K": {0: 0.003, 2: 0.022},
+    "Q5_K": {0: 0.0015, 2: 0.022},
+    "Q6_K": {208: 0.001},
+    "Q2_K": {80: 0.1, 82: 0.15},
+    "Q3_K": {108: 0.03},
+}
+"""Types that gguf-py reads and does not write: where their fp16 numbers lie in a block, and how large they may be for
+weights of about one, of both signs."""
+
+
+def quantized(shape: tuple[int, int], type_name: str, seed: int = 0) -> np.ndarray:
+    """Raw blocks of random weights of about one, uint8 [rows, bytes of a row]: quantised normal numbers, or random blocks
+    of the types in `HALVES`."""
+    random = np.random.default_rng(seed)
+    kind = gguf.GGMLQuantizationType[type_name]
+    if type_name not in HALVES:
+        return gguf.quants.quantize(random.standard_normal(shape, dtype=np.float32), kind)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = random.integers(0, 256, (shape[0], shape[1] // size, num_bytes), dtype=np.uint8)
+    for place, largest in HALVES[type_name].items():
+        half = random.uniform(0.1 * largest, largest, blocks.shape[:2]).astype(np.float16)
+        blocks[:, :, place : place + 2] = half[..., None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
@@ -163,3 +189,19 @@ def write_llama(path: Path, type_name: str = "F32", **metadata: Any) -> Path:
     """A one-layer Llama in one file; keyword arguments replace metadata ("." written as "__")."""
     extra = {key.replace("__", "."): value for key, value in metadata.items()}
     return write_gguf(path, llama_tensors(llama_weights(), type_name), {**LLAMA_METADATA, **extra})
+
+
+def write_block_llama(path: Path, type_name: str) -> Path:
+    """As `write_llama`, 256 wide, its matrices `quantized` blocks of any type."""
+    sizes = {"embedding_length": 256, "feed_forward_length": 256, "rope.dimension_count": 64}
+    random = np.random.default_rng(0)
+    tensors: dict[str, tuple[np.ndarray, str]] = {}
+    for index, (name, (value, _)) in enumerate(llama_tensors(llama_weights()).items()):
+        if value.ndim == 1:
+            # Scores and logits of a few units: a softmax that is not all on one place.
+            scale = {"blk.0.attn_norm.weight": 0.1, "output_norm.weight": 0.25}.get(name, 1.0)
+            tensors[name] = (scale * random.standard_normal(256, dtype=np.float32), "F32")
+        else:
+            rows = 32 if name == "token_embd.weight" else 128 if "attn_k" in name or "attn_v" in name else 256
+            tensors[name] = (quantized((rows, 256), type_name, index), type_name)
+    return write_gguf(path, tensors, {**LLAMA_METADATA, **{f"llama.{key}": value for key, value in sizes.items()}})

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gguf_samples import quantized
+from infer.backends.cpu.block_formats import BLOCK_FORMATS
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import BLOCK_FORMATS, make_ops
+from infer.backends.cpu.ops import make_ops
 from infer.plugins.platform import BlockOps
 
 KINDS = st.sampled_from(sorted(BLOCK_FORMATS))
@@ -33,8 +35,7 @@ def tables(kernel_cache: Path) -> Iterator[dict[int, BlockOps]]:
 
 def weight(kind: str, rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
     """(stored blocks, what they stand for)."""
-    plain = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
-    stored = quants.quantize(plain, GGMLQuantizationType[kind])
+    stored = quantized((rows, columns), kind, seed)
     numbers = quants.dequantize(stored, GGMLQuantizationType[kind])
     return torch.from_numpy(stored.copy()), torch.from_numpy(numbers.copy())
 
@@ -52,9 +53,10 @@ def as_bytes(x: Tensor) -> Tensor:
 def test_linear_over_blocks(
     tables: dict[int, BlockOps], kind: str, t: int, tiles: int, blocks: int, half: bool, biased: bool, seed: int
 ) -> None:
-    stored, numbers = weight(kind, 16 * tiles, 32 * blocks, seed)
+    columns = BLOCK_FORMATS[kind].size * blocks
+    stored, numbers = weight(kind, 16 * tiles, columns, seed)
     dtype = torch.bfloat16 if half else torch.float32
-    x = torch.randn(t, 32 * blocks, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x = torch.randn(t, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     x[0] = 0.0  # a block of zeros has no scale
     bias = torch.linspace(-1, 1, 16 * tiles).to(dtype) if biased else None
     packed = tables[2].pack(stored, kind)
@@ -72,12 +74,13 @@ def test_linear_over_blocks(
 
 @given(KINDS, st.integers(1, 4), st.integers(1, 5), st.integers(0, 60), SEEDS)
 def test_rows_of_blocks(tables: dict[int, BlockOps], kind: str, tiles: int, blocks: int, count: int, seed: int) -> None:
-    stored, numbers = weight(kind, 16 * tiles, 32 * blocks, seed)
+    columns = BLOCK_FORMATS[kind].size * blocks
+    stored, numbers = weight(kind, 16 * tiles, columns, seed)
     ids = torch.randint(0, 16 * tiles, (count,), generator=torch.Generator().manual_seed(seed))
     packed = tables[1].pack(stored, kind)
-    got = tables[1].rows(ids, packed, kind, 32 * blocks, torch.float32)
+    got = tables[1].rows(ids, packed, kind, columns, torch.float32)
     torch.testing.assert_close(got, numbers[ids], rtol=1e-6, atol=1e-7)
-    assert tables[1].rows(ids, packed, kind, 32 * blocks, torch.bfloat16).dtype == torch.bfloat16
+    assert tables[1].rows(ids, packed, kind, columns, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_scales_of_every_kind_of_half(tables: dict[int, BlockOps]) -> None:

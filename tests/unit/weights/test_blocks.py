@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gguf_samples import LLAMA_METADATA, llama_tensors, llama_weights, write_gguf, write_llama
+from gguf_samples import LLAMA_METADATA, llama_tensors, llama_weights, write_block_llama, write_gguf, write_llama
 from infer import Engine, EngineConfig, SamplingParams
+from infer.backends.cpu.block_formats import BLOCK_FORMATS
 
 pytestmark = pytest.mark.anyio
 PROMPT = [3, 17, 9, 4, 30, 22, 11]
@@ -31,9 +32,9 @@ async def weights_and_logprobs(asked: EngineConfig) -> tuple[int, int, list[floa
         return engine.resolved.memory.weights, measured, [e.logprob for e in done.prompt_logprobs if e is not None]
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", sorted(BLOCK_FORMATS))
 async def test_blocks_stay_and_compute_what_expanded_weights_do(tmp_path: Path, kind: str) -> None:
-    path = write_llama(tmp_path / "model.gguf", kind)
+    path = write_block_llama(tmp_path / "model.gguf", kind)
     planned, taken, stayed = await weights_and_logprobs(config(path))
     planned_expanded, _, expanded = await weights_and_logprobs(config(path, expand=True))
     stored = sum(t.nbytes for t in _tensors(path))

@@ -18,6 +18,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "infer_linear": (None, [c_void_p, c_int, c_int, c_int, *[c_void_p] * 4, c_int64, c_int64, c_int64]),
     "infer_pack_blocks": (None, [c_int, c_void_p, c_void_p, c_int64, c_int64]),
     "infer_block_rows": (None, [c_int, c_int, *[c_void_p] * 3, c_int64, c_int64]),
+    "infer_block_work": (c_int64, [c_void_p, c_int64, c_int64]),
     "infer_block_linear": (None, [c_void_p, c_int, c_int, c_int, *[c_void_p] * 5, c_int64, c_int64, c_int64]),
     "infer_rms_norm": (None, [c_void_p, c_int, c_int, *[c_void_p] * 5, c_int64, c_int64, c_float]),
     "infer_gate": (None, [c_void_p, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64]),

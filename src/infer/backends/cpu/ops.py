@@ -12,15 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from infer.backends.cpu.block_formats import BLOCK_FORMATS, BLOCK_KINDS
 from infer.backends.cpu.library import AttentionArgs, Library
 from infer.backends.reference import kv
 from infer.backends.reference.moe import topk_router
 from infer.backends.reference.scratch import Scratch
-from infer.plugins.platform import AttentionMetadata, BlockFormat, BlockOps, Ops
+from infer.plugins.platform import AttentionMetadata, BlockOps, Ops
 
-BLOCK_FORMATS = {"Q8_0": BlockFormat(32, 34), "Q4_0": BlockFormat(32, 18), "Q4_1": BlockFormat(32, 20)}
-BLOCK_KINDS = {name: number for number, name in enumerate(BLOCK_FORMATS)}
-"""The library's number of each, see csrc/blocks.h."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 LANES = 16
 """Rows of a weight that lie side by side when it is packed."""
@@ -164,7 +162,7 @@ class NativeOps:
         if bias is not None:
             bias = bias.to(x.dtype).contiguous()
         out = self._new(dtype, tokens, outer)
-        work = self._new(torch.uint8, tokens, inner + 8 * inner // 32)  # rows in int8, a scale and a sum per block
+        work = self._new(torch.uint8, self._call.infer_block_work(self._library.pool, tokens, inner))
         if self._dry:
             return out
         self._call.infer_block_linear(

@@ -13,9 +13,11 @@ void infer_pool_destroy(void* pool);
 void infer_linear(void* pool, int dtype, int packed, int out_fp32, const void* x, const void* w, const void* bias, void* y,
                   int64_t tokens, int64_t n, int64_t k);
 
-// Weights in blocks, see blocks.h. `stored` is row after row as in a GGUF; `packed` has the same number of bytes.
+// Weights in blocks, see block_format.h. `stored` is row after row as in a GGUF; `packed` has the same number of bytes.
 void infer_pack_blocks(int kind, const void* stored, void* packed, int64_t n, int64_t k);
 void infer_block_rows(int dtype, int kind, const void* packed, const int64_t* ids, void* y, int64_t count, int64_t k);
+// Bytes of `work` for so many tokens: activations in int8, and scratch of each thread.
+int64_t infer_block_work(void* pool, int64_t tokens, int64_t k);
 void infer_block_linear(void* pool, int dtype, int out_fp32, int kind, const void* x, const void* w, const void* bias,
                         void* y, void* work, int64_t count, int64_t n, int64_t k);
 
