@@ -54,8 +54,8 @@ class SchedulerSection(Section):
     """Token budget of one step."""
     max_num_waiting: Annotated[int, Field(ge=0)] | None = None
     """Longest waiting queue; a further request is refused with QueueFullError. None: no bound."""
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """Order of admission and choice of the preemption victim."""
+    policy: Literal["fcfs", "priority", "longest_prefix"] = "fcfs"
+    """Order of admission and choice of the preemption victim. longest_prefix: fcfs, but who finds more of it cached passes."""
     chunked_prefill: bool = True
     """Compute long prompts in pieces between other requests' tokens."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] = 0

@@ -52,6 +52,7 @@ class Request:
         "num_computed",
         "num_discarded",
         "num_in_flight",
+        "num_overtaken",
         "num_preemptions",
         "num_prompt_logprobs",
         "outbox",
@@ -104,6 +105,8 @@ class Request:
         self.arrival = arrival
         self.sort_key: tuple[int, int] = (0, arrival)
         """Set by the scheduling policy on arrival."""
+        self.num_overtaken = 0
+        """How many that came later were admitted before it; counted by the waiting queue."""
         self.cache_salt = cache_salt
         self.deadline = deadline
         self.status = Status.WAITING

@@ -52,11 +52,11 @@ class Scheduler:
         self.kv = kv
         self.aux = None if capture is None else AuxCoordinator(capture, kv)
         self.weight_version = 0
-        self.waiting = WaitingQueue(config.policy)
         self.running: list[Request] = []
         self.stats = SchedulerStats()
         self.metrics = EngineMetrics()
         self._match = kv.match if self.aux is None else self.aux.match
+        self.waiting = WaitingQueue(config.policy, lambda request: self._match(request).num_tokens)
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -165,7 +165,7 @@ class Scheduler:
         num_long = sum(self._is_long(request) for request in partial)
         index = 0
         while draft.budget > 0 and index < len(self.waiting) and len(self.running) < config.max_num_active_seqs:
-            request = self.waiting[index]
+            request = self.waiting.next_up(index)
             if request.num_pending:
                 break  # preempted; its next token is still on the way
             hit = self._match(request)
@@ -184,7 +184,7 @@ class Scheduler:
             reserve = len(request.token_ids) if config.reserve_full_prompt else 0
             if not self.kv.admit(request, hit, hit.num_tokens + count, reserve_tokens=reserve):
                 break
-            self.waiting.discard(request)
+            self.waiting.admit(request)
             self._start(request, hit.num_tokens, draft)
             draft.add(request, count)
             self.kv.computed(request)
@@ -263,13 +263,14 @@ class Scheduler:
             reason = result.errors.get(row) or ("the step drew no token for it" if drawn and not token_ids else None)
             if reason is not None:
                 request.finish("error", error=SamplingError(f"request {request.request_id!r}: {reason}"))
+                request.accept(token_ids, step.weight_version)  # the one its grammar could not take
                 ended.append(request)
-                request.deliver()
+                request.deliver(token_ids, result.logprobs[row])
                 continue
             prompt_logprobs = self._new_prompt_logprobs(request, step, result, row) if result.prompt_logprobs else ()
             if not token_ids and not prompt_logprobs:
                 continue
-            kept = request.accept(token_ids, step.weight_version)
+            kept = request.accept(token_ids, step.weight_version, complete=row in result.complete)
             if kept:
                 self.metrics.produced(request, kept, now)
                 if self.aux is not None:
