@@ -364,13 +364,13 @@ def _refuse_if_too_big(config: EngineConfig, plan: MemoryPlan, limits: PlatformL
 
 def _resolve_scheduler(config: EngineConfig, max_model_len: int) -> ResolvedScheduler:
     asked = config.scheduler
+    if asked.policy == "longest_prefix" and not config.cache.prefix_caching:
+        names = ("scheduler.policy", "cache.prefix_caching")
+        raise ConfigError(f"{names[0]}='longest_prefix' needs {names[1]}=True; change one of them", fields=names)
     return ResolvedScheduler(
         max_num_seqs=asked.max_num_seqs,
         max_num_active_seqs=asked.max_num_active_seqs or asked.max_num_seqs,
         max_num_batched_tokens=asked.max_num_batched_tokens,
-    if asked.policy == "longest_prefix" and not config.cache.prefix_caching:
-        names = ("scheduler.policy", "cache.prefix_caching")
-        raise ConfigError(f"{names[0]}='longest_prefix' needs {names[1]}=True; change one of them", fields=names)
         max_num_waiting=asked.max_num_waiting,
         policy=asked.policy,
         chunked_prefill=asked.chunked_prefill,
