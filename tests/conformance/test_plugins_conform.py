@@ -26,7 +26,7 @@ from infer.testing.tiny_models import make_checkpoint
 from put_server import put_server
 
 HELLO = Path(__file__).parents[2] / "examples" / "plugins" / "hello"
-WITHOUT_A_KIT: set[Kind] = {"parser", "kv_connector"}
+WITHOUT_A_KIT: set[Kind] = {"kv_connector"}
 
 
 def names(kind: Kind) -> list[str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         SupportsRouteTaps,
     )
     from infer.plugins.model_source import ModelSource, ModelSourceSpec, Progress, ProgressCallback, ResolvedModel
-    from infer.plugins.parser import Parser, ParserEvent, ParserSpec
+    from infer.plugins.parser import Parser, ParserEvent, ParserSpec, SupportsPrompt
     from infer.plugins.platform import (
         AttentionMetadata,
         BlockFormat,
@@ -55,7 +55,7 @@ _HOMES = {
         "SupportsRouteTaps",
     ),
     "model_source": ("ModelSource", "ModelSourceSpec", "Progress", "ProgressCallback", "ResolvedModel"),
-    "parser": ("Parser", "ParserEvent", "ParserSpec"),
+    "parser": ("Parser", "ParserEvent", "ParserSpec", "SupportsPrompt"),
     "platform": (
         "AttentionMetadata",
         "BlockFormat",
@@ -109,6 +109,7 @@ __all__ = [
     "StorageTargetSpec",
     "SupportsExpiry",
     "SupportsHiddenTaps",
+    "SupportsPrompt",
     "SupportsRead",
     "SupportsRouteTaps",
     "SupportsWorkspace",

@@ -1,0 +1,65 @@
+"""Mistral from its third tokenizer on: [TOOL_CALLS] before a JSON list, or before each name; [THINK] reasoning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infer.plugins import ParserSpec, hookimpl
+from infer.plugins.parser import API_VERSION
+from infer.plugins.parsing import Dialect, HeaderCalls, JsonCalls, Reasoning, TableParser, called, cut, said, thought
+
+DIALECT = Dialect(
+    reasoning=Reasoning(start=("[THINK]",), end=("[/THINK]",)),
+    calls=(
+        JsonCalls(openers=("[TOOL_CALLS]",)),
+        HeaderCalls(call_open=("[TOOL_CALLS]",), name_end=("[ARGS]", ""), id_open="[CALL_ID]"),
+    ),
+    dropped=("</s>",),
+)
+TRANSCRIPTS: list[dict[str, Any]] = [
+    {
+        "text": 'Hello[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]',
+        "events": [*said("Hello"), *called("add", '{"a": 3.5, "b": 4}')],
+    },
+    {
+        "text": '[TOOL_CALLS] [{"arguments":{"name": "John Doe"}, "name": "get_age", "id": "x"}, '
+        '{"name": "b", "arguments": {}}]</s>',
+        "events": [*called("get_age", '{"name": "John Doe"}'), *called("b", "{}", 1)],
+    },
+    {
+        "text": '[TOOL_CALLS]add_this{"a": 3.5}[TOOL_CALLS]multiply{"a": 3}',
+        "events": [*called("add_this", '{"a": 3.5}'), *called("multiply", '{"a": 3}', 1)],
+    },
+    {
+        "text": '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}[TOOL_CALLS]sub[ARGS]{}',
+        "events": [*called("add", '{"a": 1}', call_id="abcdefghi"), *called("sub", "{}", 1)],
+    },
+    {
+        "text": "[THINK]Add them.[/THINK]Sure.[TOOL_CALLS]add[ARGS]{}",
+        "events": [*thought("Add them."), *said("Sure."), *called("add", "{}")],
+    },
+    {"text": "[TOOL_CALLS] not json at all", "events": said("[TOOL_CALLS] not json at all")},
+    {
+        "text": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]\nextra data',
+        "events": [*called("add", '{"a": 1}'), *said("\nextra data")],
+    },
+    {"text": '[TOOL_CALLS]add{"a": 1', "events": cut("add", '{"a": 1')},
+]
+
+
+def create(tools: list[dict[str, Any]] | None) -> TableParser:
+    return TableParser(DIALECT, tools)
+
+
+@hookimpl
+def infer_parsers() -> list[ParserSpec]:
+    return [
+        ParserSpec(
+            name="mistral",
+            api=API_VERSION,
+            factory=f"{__name__}:create",
+            fingerprints=("[TOOL_CALLS]",),
+            **DIALECT.spec_fields(),
+            example={"transcripts": TRANSCRIPTS},
+        )
+    ]
