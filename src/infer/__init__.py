@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         EngineClosedError,
         EngineDeadError,
         EngineError,
+        GrammarError,
         InferError,
         InvalidRequestError,
         ModelError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         WeightError,
     )
     from infer.options import RepetitionDetection
+    from infer.structured import StructuredOutput
     from infer.types import CapturedRows, Choice, Completion, Delta, RequestTimings, SamplingParams, TokenLogprob, Usage
 
     __version__: str
@@ -62,6 +64,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
+    "GrammarError",
     "InferError",
     "InvalidRequestError",
     "ModelError",
@@ -79,6 +82,7 @@ __all__ = [
     "StorageError",
     "StorageNotFoundError",
     "StorageUnavailableError",
+    "StructuredOutput",
     "TokenLogprob",
     "UnknownPluginError",
     "UnsupportedModelError",
@@ -96,6 +100,8 @@ def _home(name: str) -> str:
         return "infer.config.engine"
     if name in ("RepetitionDetection",):
         return "infer.options"
+    if name == "StructuredOutput":
+        return "infer.structured"
     return "infer.errors" if name.endswith("Error") else "infer.types"
 
 

@@ -80,6 +80,13 @@ class InvalidRequestError(RequestError):
         self.value = value
 
 
+class GrammarError(InvalidRequestError):
+    """The grammar or schema of a request cannot be used; the message names the feature. The other requests go on."""
+
+    def __init__(self, message: str, *, parameter: str = "structured_output", value: object = None) -> None:
+        super().__init__(message, parameter=parameter, value=value)
+
+
 class ContextLengthError(InvalidRequestError):
     """Prompt plus requested output do not fit the context or the KV cache."""
 

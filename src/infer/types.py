@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from infer.errors import InvalidRequestError, shown
 from infer.options import RepetitionDetection
+from infer.structured import StructuredOutput
 
 if TYPE_CHECKING:
     from infer.artifacts.receipt import ArtifactReceipt
@@ -40,8 +41,9 @@ class SamplingParams(BaseModel):
     """How one request is sampled. Keyword-only, frozen; a wrong value raises `InvalidRequestError`.
 
     Fields left unset take the checkpoint's `generation_config.json` default where it has one, then the value
-    written here; `Completion.sampling` says what was used. Logits are processed in this order: allowed_token_ids,
-    bad_words, logit_bias, min_tokens, repetition, frequency and presence penalties, temperature, top_k, top_p, min_p.
+    written here; `Completion.sampling` says what was used. Logits are processed in this order: structured_output and
+    thinking_budget, allowed_token_ids, bad_words, logit_bias, min_tokens, repetition, frequency and presence penalties,
+    temperature, top_k, top_p, min_p.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -95,6 +97,11 @@ class SamplingParams(BaseModel):
     forced_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     """Emit these ids instead of sampling and return what the model thinks of them. max_tokens is their number unless
     more is asked for: then sampling goes on behind them. Only the last of them can end the answer."""
+    structured_output: StructuredOutput | None = None
+    """The form that the answer must have. A model that reasons does so first. The answer ends with it: where nothing may
+    follow, also without an end-of-sequence token and before min_tokens."""
+    thinking_budget: Annotated[int, Field(ge=0, strict=True)] | None = None
+    """Reasoning is closed after so many tokens of it."""
     return_routed_experts: bool = False
     """The experts that every token was routed to."""
     routed_experts_prompt_start: Annotated[int, Field(ge=0, strict=True)] = 0

@@ -18,6 +18,7 @@ from infer.engine.prompts import PromptEncoder
 from infer.engine.repetition import RepetitionDetector
 from infer.engine.request import Request
 from infer.engine.step import SamplingSpec
+from infer.engine.structured_admission import NO_GUIDANCE, Guidance, GuidedAdmission
 from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError, shown
 from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
@@ -54,6 +55,7 @@ class Admitted:
     """As in force: defaults and seed filled in."""
     defaults: dict[str, Any]
     """Fields that generation_config.json gave."""
+    guidance: Guidance = NO_GUIDANCE
 
 
 NOTHING_PRIVATE = PrivateOutputs()
@@ -71,9 +73,11 @@ class Admission:
         *,
         use_generation_config: bool,
         max_model_len: int,
+        guided: GuidedAdmission,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._guided = guided
         self.prompts = PromptEncoder(tokenizer, template)
         self._use_generation_config = use_generation_config
         self._max_num_seqs = scheduler.max_num_seqs
@@ -105,7 +109,8 @@ class Admission:
         if not params.ignore_eos:
             for token_id in dict.fromkeys((*self._model.eos_token_ids, *self._tokenizer.eos_token_ids)):
                 stop_ids.setdefault(token_id, None)
-        spec = self._spec(params, stop_ids, private)
+        guidance = await self._guided.guidance(params, stop_ids, prompt_ids)
+        spec = self._spec(params, stop_ids, private, guidance)
         check_feasible(spec, prompt_ids, stop_ids, max_tokens, self._model.vocab_size)
         specs = [spec] + [_choice_spec(spec, index) for index in range(1, params.n)]
         return Admitted(
@@ -115,6 +120,7 @@ class Admission:
             stop_ids=stop_ids,
             params=params,
             defaults=defaults,
+            guidance=guidance,
         )
 
     def _with_defaults(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, Any]]:
@@ -190,7 +196,9 @@ class Admission:
                 f"n={params.n} is more than scheduler.max_num_seqs={self._max_num_seqs}", parameter="n", value=params.n
             )
 
-    def _spec(self, params: SamplingParams, stop_ids: dict[int, int | None], private: PrivateOutputs) -> SamplingSpec:
+    def _spec(
+        self, params: SamplingParams, stop_ids: dict[int, int | None], private: PrivateOutputs, guidance: Guidance
+    ) -> SamplingSpec:
         asked = params.logprobs or min(private.logprobs or 0, self._model.vocab_size)
         prompt_logprobs = params.prompt_logprobs
         if private.prompt_logprobs and prompt_logprobs is None:
@@ -215,6 +223,7 @@ class Admission:
             logprob_token_ids=params.logprob_token_ids or (),
             return_kept_set=params.return_kept_set or private.kept_set,
             forced_token_ids=params.forced_token_ids or (),
+            **guidance.fields,
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

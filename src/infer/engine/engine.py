@@ -111,6 +111,7 @@ class Engine:
             parts.template,
             use_generation_config=self.config.model.use_generation_config,
             max_model_len=max_len if limit is None else min(max_len, limit),
+            guided=parts.guided,
         )
         self._deliveries = Deliveries(self.config.artifacts, parts, self.config.model)
         await self._deliveries.__aenter__()

@@ -196,8 +196,9 @@ class Request:
         """Samples in flight are void (their input was)."""
         self.num_discarded = self.num_in_flight
 
-    def accept(self, token_ids: Sequence[int], weight_version: int = 0) -> int:
-        """Append the ids of one step up to the first that ends the request; returns how many were kept."""
+    def accept(self, token_ids: Sequence[int], weight_version: int = 0, *, complete: bool = False) -> int:
+        """Append the ids of one step up to the first that ends the request; returns how many were kept. `complete`: the
+        last of them completes its grammar."""
         if weight_version != self.weight_version and token_ids:
             self.weight_version = weight_version
             self.versions.append((self.num_output, weight_version))
@@ -206,6 +207,9 @@ class Request:
             loops = self.repetition is not None and self.repetition.feed(token_id)
             if token_id in self.stop_ids and self.num_output >= len(self.sampling.forced_token_ids):
                 self.finish("stop", self.stop_ids[token_id])
+                return count
+            if complete and count == len(token_ids):
+                self.finish("stop")
                 return count
             if loops and self.num_output >= max(self.sampling.min_tokens, len(self.sampling.forced_token_ids)):
                 self.finish("repetition")

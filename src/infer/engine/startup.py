@@ -26,6 +26,8 @@ from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.loop import EngineLoop
 from infer.engine.mailbox import Mailbox
 from infer.engine.scheduler.scheduler import Scheduler
+from infer.engine.structured import GrammarStore, vocabulary_of
+from infer.engine.structured_admission import GuidedAdmission, reasoning_parser
 from infer.errors import ConfigError, EngineClosedError
 from infer.plugins.manager import build_registry
 from infer.plugins.model_reference import resolve_reference
@@ -50,6 +52,7 @@ class EngineParts:
     resolved: ResolvedConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    guided: GuidedAdmission
     executor: Executor
     scheduler: Scheduler
     mailbox: Mailbox
@@ -70,6 +73,8 @@ class _Planned:
     resolved: ResolvedConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    grammars: GrammarStore
+    guided: GuidedAdmission
 
 
 async def start(config: EngineConfig, on_progress: ProgressCallback) -> EngineParts:
@@ -88,7 +93,7 @@ async def start(config: EngineConfig, on_progress: ProgressCallback) -> EnginePa
         for notice in resolved.notices:
             logger.info("%s", notice)
         logger.info("memory plan: %s", format_memory_plan(resolved.memory))
-        await executor.start(lambda: planned.builder.build(resolved, progress))
+        await executor.start(lambda: planned.builder.build(resolved, progress, planned.grammars))
         return assemble(planned, executor)
     except BaseException:
         cancelled.set()
@@ -109,6 +114,7 @@ def assemble(planned: Any, executor: Executor) -> EngineParts:
         resolved=resolved,
         tokenizer=planned.tokenizer,
         template=planned.template,
+        guided=planned.guided,
         executor=executor,
         scheduler=scheduler,
         mailbox=mailbox,
@@ -151,7 +157,19 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     dtype = choose_dtype(config, model, limits)
     cache_dtype = choose_cache_dtype(config, dtype)
     resolved = resolve_within(config, model, limits, lambda bounds: builder.footprint(dtype, cache_dtype, bounds))
-    return _Planned(registry, model, builder, resolved, tokenizer, template)
+    grammars, guided = guidance_parts(config, registry, tokenizer, model)
+    return _Planned(registry, model, builder, resolved, tokenizer, template, grammars, guided)
+
+
+def guidance_parts(
+    config: EngineConfig, registry: Registry, tokenizer: Tokenizer, model: ModelConfig
+) -> tuple[GrammarStore, GuidedAdmission]:
+    """What admits and compiles grammars. Raises `ConfigError` or `PluginError` for a backend or parser that is not there."""
+    section = config.structured_output
+    grammars = GrammarStore(registry, section, lambda: vocabulary_of(tokenizer, model))
+    template = config.model.chat_template or tokenizer.chat_template
+    parser = reasoning_parser(registry, section.reasoning_parser, template)
+    return grammars, GuidedAdmission(grammars, tokenizer, parser)
 
 
 def _load_tokenizer(registry: Registry, path: Path) -> Tokenizer:

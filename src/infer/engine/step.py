@@ -9,7 +9,21 @@ from array import array
 
 import msgspec
 
+from infer.plugins.grammar import GrammarSource
 from infer.types import LogprobsMode
+
+
+class ReasoningSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model marks its reasoning, and where the prompt leaves it."""
+
+    starts: tuple[bytes, ...]
+    """Texts that open it; empty when none does."""
+    ends: tuple[bytes, ...]
+    """Texts that close it."""
+    close_ids: tuple[int, ...]
+    """What to write to close it."""
+    is_open: bool
+    """The output begins inside it; otherwise it may open it first."""
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +54,14 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     return_kept_set: bool = False
     forced_token_ids: tuple[int, ...] = ()
     """Output i is the i-th of these; sampling goes on behind them."""
+    grammar: GrammarSource | None = None
+    """What the output, or the answer behind the reasoning, must be."""
+    end_ids: tuple[int, ...] = ()
+    """With a grammar: ids that end the answer, to be sampled exactly where the grammar may end."""
+    reasoning: ReasoningSpec | None = None
+    """With a grammar or a budget, of a model that reasons."""
+    thinking_budget: int | None = None
+    """So many tokens of reasoning, then it is closed."""
 
 
 class SlotAdmission(msgspec.Struct):
@@ -171,7 +193,10 @@ class StepResult(msgspec.Struct):
     prompt_logprobs: dict[int, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
     """Row index -> entries for the prompt positions predicted in this step, in order (positions start+1 ...)."""
     errors: dict[int, str] = msgspec.field(default_factory=dict)
-    """Row index -> why that row alone failed (for example "logits hold NaN"); such a row has no token."""
+    """Row index -> why that row alone failed (for example "logits hold NaN"). Such a row has no token, or the one that its
+    grammar could not take."""
+    complete: set[int] = msgspec.field(default_factory=set)
+    """Indices of rows whose grammar is complete with the token of this step: nothing may follow."""
     aux: dict[int, AuxRows] = msgspec.field(default_factory=dict)
     """Index in the result's lists -> captured rows of that request."""
     aux_refused: list[tuple[str, bytes, int]] = msgspec.field(default_factory=list)

@@ -42,6 +42,7 @@ class ChoiceText:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._include_stop = params.include_stop
+        self._stop_ids = admitted.stop_ids
         self._detokenizer = Detokenizer(tokenizer, admitted.prompt_ids, params.skip_special_tokens)
         forced = len(params.forced_token_ids or ())
         self._stop = StopMatcher(stops, params.include_stop, min_tokens=max(params.min_tokens, forced - 1))
@@ -55,7 +56,8 @@ class ChoiceText:
         for token_id in update.token_ids:
             kept += 1
             self.token_ids.append(token_id)
-            is_stop_token = kept == len(update.token_ids) and update.finish_reason == "stop"
+            is_last = kept == len(update.token_ids)
+            is_stop_token = is_last and update.finish_reason == "stop" and token_id in self._stop_ids
             if is_stop_token and not self._include_stop:
                 break  # its text is not part of the answer
             self._take(self._stop.feed(self._detokenizer.feed(token_id)), pieces)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
+    from infer.plugins.grammar import Grammar, GrammarBackend, GrammarSource, GrammarSpec, Matcher, Vocabulary
     from infer.plugins.hookspecs import hookimpl
     from infer.plugins.kv_connector import ExternalMatch, KVConnectorSpec, SchedulerConnector, WorkerConnector
     from infer.plugins.manager import build_registry
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
     from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
     from infer.plugins.registry import Entry, Registry
     from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsExpiry, SupportsRead
-    from infer.plugins.tokenizer import DecodeStream, Tokenizer, TokenizerSpec
+    from infer.plugins.tokenizer import DecodeStream, SupportsTokenBytes, Tokenizer, TokenizerSpec
 
 _HOMES = {
     "artifact_field": ("ArtifactField", "ArtifactFieldSpec", "TapFacts"),
+    "grammar": ("Grammar", "GrammarBackend", "GrammarSource", "GrammarSpec", "Matcher", "Vocabulary"),
     "hookspecs": ("hookimpl",),
     "kv_connector": ("ExternalMatch", "KVConnectorSpec", "SchedulerConnector", "WorkerConnector"),
     "manager": ("build_registry",),
@@ -70,7 +72,7 @@ _HOMES = {
     "quant_method": ("QuantMethod", "QuantMethodSpec"),
     "registry": ("Entry", "Registry"),
     "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsExpiry", "SupportsRead"),
-    "tokenizer": ("DecodeStream", "Tokenizer", "TokenizerSpec"),
+    "tokenizer": ("DecodeStream", "SupportsTokenBytes", "Tokenizer", "TokenizerSpec"),
 }
 
 __all__ = [
@@ -86,7 +88,12 @@ __all__ = [
     "ExternalMatch",
     "ForwardBatch",
     "GGUFNames",
+    "Grammar",
+    "GrammarBackend",
+    "GrammarSource",
+    "GrammarSpec",
     "KVConnectorSpec",
+    "Matcher",
     "ModelSource",
     "ModelSourceSpec",
     "ModelSpec",
@@ -112,10 +119,12 @@ __all__ = [
     "SupportsPrompt",
     "SupportsRead",
     "SupportsRouteTaps",
+    "SupportsTokenBytes",
     "SupportsWorkspace",
     "TapFacts",
     "Tokenizer",
     "TokenizerSpec",
+    "Vocabulary",
     "WorkerConnector",
     "build_registry",
     "hookimpl",

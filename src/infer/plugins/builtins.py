@@ -21,6 +21,7 @@ PACKAGES: dict[Kind, str] = {
     "parser": "infer.parsers",
     "tokenizer": "infer.tokenizers",
     "model_source": "infer.sources",
+    "grammar": "infer.grammars",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pluggy
 
 from infer.plugins.artifact_field import ArtifactFieldSpec
+from infer.plugins.grammar import GrammarSpec
 from infer.plugins.kv_connector import KVConnectorSpec
 from infer.plugins.model import ModelSpec
 from infer.plugins.model_source import ModelSourceSpec
@@ -73,4 +74,10 @@ def infer_tokenizers() -> list[TokenizerSpec]:
 @hookspec
 def infer_model_sources() -> list[ModelSourceSpec]:
     """Model sources this plugin adds."""
+    raise NotImplementedError
+
+
+@hookspec
+def infer_grammars() -> list[GrammarSpec]:
+    """Grammar backends this plugin adds."""
     raise NotImplementedError

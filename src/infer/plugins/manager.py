@@ -30,6 +30,7 @@ from infer.errors import (
 )
 from infer.plugins import (
     artifact_field,
+    grammar,
     hookspecs,
     kv_connector,
     model,
@@ -56,6 +57,7 @@ CONTRACTS: dict[Kind, tuple[str, type[Spec], int]] = {
     "parser": ("infer_parsers", parser.ParserSpec, parser.API_VERSION),
     "tokenizer": ("infer_tokenizers", tokenizer.TokenizerSpec, tokenizer.API_VERSION),
     "model_source": ("infer_model_sources", model_source.ModelSourceSpec, model_source.API_VERSION),
+    "grammar": ("infer_grammars", grammar.GrammarSpec, grammar.API_VERSION),
 }
 """Kind -> (hook, type of its specs, current contract version)."""
 _REFERENCE_FIELDS = ("factory", "worker_factory", "config_view", "probe", "matches")

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, overload
 
 from infer.errors import InferError, PluginContractError, PluginLoadError, UnknownPluginError
 from infer.plugins.artifact_field import ArtifactFieldSpec
+from infer.plugins.grammar import GrammarSpec
 from infer.plugins.kv_connector import KVConnectorSpec
 from infer.plugins.model import ModelSpec
 from infer.plugins.model_source import ModelSourceSpec
@@ -33,6 +34,7 @@ Kind = Literal[
     "parser",
     "tokenizer",
     "model_source",
+    "grammar",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Spec = (
@@ -45,6 +47,7 @@ Spec = (
     | ParserSpec
     | TokenizerSpec
     | ModelSourceSpec
+    | GrammarSpec
 )
 BUILTIN = "infer-engine"
 """The distribution of the built-in plugins."""
@@ -117,6 +120,8 @@ class Registry:
     def specs(self, kind: Literal["tokenizer"]) -> tuple[TokenizerSpec, ...]: ...
     @overload
     def specs(self, kind: Literal["model_source"]) -> tuple[ModelSourceSpec, ...]: ...
+    @overload
+    def specs(self, kind: Literal["grammar"]) -> tuple[GrammarSpec, ...]: ...
     def specs(self, kind: Kind) -> tuple[Any, ...]:
         """All specs of a kind, sorted by name."""
         return tuple(spec for spec, _ in self._kind(kind).chosen.values())
@@ -139,6 +144,8 @@ class Registry:
     def get(self, kind: Literal["tokenizer"], name: str) -> TokenizerSpec: ...
     @overload
     def get(self, kind: Literal["model_source"], name: str) -> ModelSourceSpec: ...
+    @overload
+    def get(self, kind: Literal["grammar"], name: str) -> GrammarSpec: ...
     def get(self, kind: Kind, name: str) -> Any:
         """The spec of that name. Raises `UnknownPluginError`, or `PluginContractError` when it was refused."""
         return self._find(kind, name)[0]

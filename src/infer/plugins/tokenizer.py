@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 API_VERSION = 1
 
@@ -54,4 +54,19 @@ class Tokenizer(Protocol):
 
     def special_tokens(self) -> dict[str, str]:
         """Names used by chat templates ("bos_token", "eos_token", "pad_token", "unk_token") to their text."""
+        ...
+
+
+@runtime_checkable
+class SupportsTokenBytes(Protocol):
+    """A tokenizer whose tokens are pieces of UTF-8, whatever stands beside them: what constrained output needs."""
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Ids that are not ordinary text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What an id adds to the text, special tokens by their names; b"" for an id without a token. None when this
+        tokenizer's decoder lets neighbours have a say."""
         ...

@@ -9,13 +9,14 @@ import codecs
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from infer.config.engine import EngineConfig
 from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import resolve
 from infer.engine.engine import Engine
-from infer.engine.startup import EngineParts, assemble
+from infer.engine.startup import EngineParts, assemble, guidance_parts
 from infer.engine.step import SamplingSpec
 from infer.plugins.manager import build_registry
 from infer.plugins.model_source import ProgressCallback
@@ -50,6 +51,10 @@ class ByteTokenizer:
     bos_token_id = BOS
     eos_token_ids = (EOS,)
     chat_template = CHAT_TEMPLATE
+    special_token_ids = frozenset({BOS, EOS})
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else b""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -118,11 +123,14 @@ def fake_engine(
 
     async def start(asked: EngineConfig, on_progress: ProgressCallback) -> EngineParts:
         resolved = resolve(asked, model, limits, footprint)
-        tokenizer = NoTokenizer() if asked.model.skip_tokenizer else ByteTokenizer()
-        worker = FakeWorker(resolved.cache.groups, resolved.cache.block_size, next_token)
+        tokenizer: Any = NoTokenizer() if asked.model.skip_tokenizer else ByteTokenizer()
+        registry = build_registry(asked.plugins)
+        grammars, guided = guidance_parts(asked, registry, tokenizer, model)
+        worker = FakeWorker(resolved.cache.groups, resolved.cache.block_size, next_token, grammars=grammars)
         on_worker(worker)
         planned = SimpleNamespace(
-            registry=build_registry(asked.plugins),
+            registry=registry,
+            guided=guided,
             model=model,
             resolved=resolved,
             tokenizer=tokenizer,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from infer.config.resolve import CacheGroup
+from infer.engine.sampling.guide import Grammars, Guide, is_guided, make_guide
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
 
 NextToken = Callable[[Sequence[int], SamplingSpec], int]
@@ -48,6 +49,7 @@ class _Row:
     tables: list[list[int]]
     num_computed: int | None = None
     """None until the first step after admission, which may start behind a prefix hit."""
+    guide: Guide | None = None
     void: bool = False
     """It was in a failed step, or read what one left behind: what it writes and draws is worth nothing."""
 
@@ -63,6 +65,8 @@ class FakeWorker:
     """Verify every cache position that attention would read. Off for benchmarks."""
     fail_at: Callable[[StepPlan], Exception | None] = lambda plan: None
     row_error: Callable[[Sequence[int]], str | None] = lambda token_ids: None
+    grammars: Grammars | None = None
+    """Follow grammars and thinking budgets; without, they are asked for in vain."""
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
     _rows: dict[int, _Row] = field(default_factory=dict)
@@ -102,6 +106,9 @@ class FakeWorker:
             admission.sampling,
             [list(table) for table in admission.block_ids],
         )
+        if self.grammars is not None and is_guided(admission.sampling):
+            outputs = admission.token_ids[admission.prompt_len :]
+            self._rows[admission.slot].guide = make_guide(admission.sampling, outputs, self.grammars)
 
     def _write_all(self, plan: StepPlan) -> None:
         """All rows write before any row reads, as in each layer of a model."""
@@ -166,6 +173,8 @@ class FakeWorker:
                 else:
                     tokens = [0 if row.void else self._next(row)]
                     row.token_ids += tokens
+                    if row.guide is not None and not row.void:
+                        self._follow(row.guide, tokens[0], index, result)
             result.token_ids.append(tokens)
             wants = row.sampling.logprobs is not None and tokens
             result.logprobs.append([_told(token, row, drawn=True) for token in tokens] if wants else None)
@@ -178,7 +187,22 @@ class FakeWorker:
 
     def _next(self, row: _Row) -> int:
         position, forced = len(row.token_ids) - row.prompt_len, row.sampling.forced_token_ids
-        return forced[position] if position < len(forced) else self.next_token(row.token_ids, row.sampling)
+        wanted = forced[position] if position < len(forced) else self.next_token(row.token_ids, row.sampling)
+        if row.guide is None or position < len(forced):
+            return wanted
+        row.guide.prepare()
+        mask = row.guide.mask
+        if mask is None or mask[wanted >> 3] >> (wanted & 7) & 1:
+            return wanted
+        allowed = [i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1]
+        return allowed[wanted % len(allowed)] if allowed else wanted
+
+    def _follow(self, guide: Guide, token_id: int, index: int, result: StepResult) -> None:
+        guide.accept(token_id)
+        if guide.failure is not None:
+            result.errors[index] = guide.failure
+        elif guide.is_complete:
+            result.complete.add(index)
 
 
 def _told(token_id: int, row: _Row, *, drawn: bool) -> PositionLogprobs:

@@ -63,6 +63,13 @@ class FastTokenizer:
     def special_tokens(self) -> dict[str, str]:
         return dict(self._special_tokens)
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return None if self._layout is None else self._piece(token_id, skip_special=False)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         with library_errors("the tokenizer cannot encode this text"):
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -18,19 +18,6 @@ from infer.config.engine import PluginsSection
 from infer.plugins.manager import build_registry
 from served import letters_engine
 
-LATER_PARAMETERS = [
-    pytest.param("structured_output", {"regex": "a+"}, marks=pytest.mark.waits("TOOLS-STRUCTURED-CORE"), id="case_25"),
-    pytest.param("structured_output", {"json": {}}, marks=pytest.mark.waits("TOOLS-STRUCTURED-CORE"), id="case_26"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), LATER_PARAMETERS)
-def test_a_parameter_of_a_later_feature_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=name) as refused:
-        SamplingParams(**{name: value})
-    assert refused.value.parameter == name
-
-
 LATER_SETTINGS = [
     pytest.param({"speculative": {"method": "ngram"}}, marks=pytest.mark.waits("SPEC-NGRAM"), id="case_16"),
     pytest.param({"scheduler": {"num_draft_tokens": 3}}, marks=pytest.mark.waits("SPEC-REJECTION"), id="case_17"),

@@ -13,6 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from infer.engine.sampling.guide import Guide, is_guided
 from infer.engine.sampling.token_counts import TokenCounts
 from infer.engine.step import SamplingSpec
 from infer.errors import InvalidRequestError
@@ -37,12 +38,13 @@ class Feature(IntEnum):
     MIN_P = 1024
     FORCED = 2048
     KEPT_SET = 4096
-    LOGPROBS = 8192
-    PROMPT_LOGPROBS = 16384
+    GUIDED = 8192
+    LOGPROBS = 16384
+    PROMPT_LOGPROBS = 32768
 
 
 NEEDS_COUNTS = Feature.REPETITION | Feature.OUTPUT_PENALTIES
-STATEFUL = NEEDS_COUNTS | Feature.BAD_WORDS
+STATEFUL = NEEDS_COUNTS | Feature.BAD_WORDS | Feature.GUIDED
 """Rows that must hear of each sampled token."""
 PROCESSED = Feature.LOGPROBS - 1
 """Rows whose token is not simply the best of the model's logits: everything before LOGPROBS."""
@@ -69,6 +71,8 @@ class SamplingRow:
     tail: list[int] = field(default_factory=list)
     """The last ids of prompt and output, as many as the longest bad word can match."""
     tail_len: int = 0
+    guide: Guide | None = None
+    """Of a row with a grammar or a thinking budget."""
 
     @property
     def forced_id(self) -> int | None:
@@ -84,7 +88,9 @@ class SamplingRow:
         return self.counts
 
     def accept(self, token_id: int) -> None:
-        """Take a sampled id into counts and tail."""
+        """Take a sampled id into counts, tail and guide."""
+        if self.guide is not None:
+            self.guide.accept(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
         if self.tail_len:
@@ -93,7 +99,12 @@ class SamplingRow:
 
 
 def make_row(
-    spec: SamplingSpec, token_ids: Sequence[int], prompt_len: int, vocab_size: int, device: torch.device
+    spec: SamplingSpec,
+    token_ids: Sequence[int],
+    prompt_len: int,
+    vocab_size: int,
+    device: torch.device,
+    guide: Guide | None = None,
 ) -> SamplingRow:
     """Prepare a request that owns `token_ids` (prompt, then outputs so far).
 
@@ -101,7 +112,7 @@ def make_row(
     """
     _check_numbers(spec)
     features = features_of(spec)
-    row = SamplingRow(spec, features)
+    row = SamplingRow(spec, features, guide=guide)
     if spec.allowed_token_ids is not None:
         row.allowed = _ids("allowed_token_ids", spec.allowed_token_ids, vocab_size, device)
     if spec.logit_bias:
@@ -138,6 +149,7 @@ def features_of(spec: SamplingSpec) -> int:
         Feature.MIN_P: random and spec.min_p > 0.0,
         Feature.FORCED: bool(spec.forced_token_ids),
         Feature.KEPT_SET: spec.return_kept_set and spec.logprobs is not None,
+        Feature.GUIDED: is_guided(spec),
         Feature.LOGPROBS: spec.logprobs is not None,
         Feature.PROMPT_LOGPROBS: spec.prompt_logprobs is not None,
     }

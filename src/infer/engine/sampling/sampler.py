@@ -17,6 +17,7 @@ from torch import Tensor
 from infer.engine.sampling import (
     allowed_tokens,
     bad_words,
+    grammar_mask,
     kept_set,
     logit_bias,
     min_p,
@@ -39,6 +40,7 @@ Transform = Callable[[Tensor, Sequence[int], Sequence[SamplingRow]], None]
 Transforms = tuple[tuple[Feature, Transform], ...]
 
 SHAPING: Transforms = (
+    (Feature.GUIDED, grammar_mask.apply),
     (Feature.ALLOWED, allowed_tokens.apply),
     (Feature.BAD_WORDS, bad_words.apply),
     (Feature.BIAS, logit_bias.apply),
@@ -240,5 +242,5 @@ def _diagnose(best: float) -> str:
 
 def _diagnose_processed(best: float) -> str:
     if best == -math.inf:
-        return "no token is left to sample after allowed_token_ids, bad_words and min_tokens"
+        return "no token is left to sample after the grammar, allowed_token_ids, bad_words and min_tokens"
     return f"the processed logits hold {best}: penalties, bias and temperature together overflow"

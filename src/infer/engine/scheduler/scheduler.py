@@ -263,13 +263,14 @@ class Scheduler:
             reason = result.errors.get(row) or ("the step drew no token for it" if drawn and not token_ids else None)
             if reason is not None:
                 request.finish("error", error=SamplingError(f"request {request.request_id!r}: {reason}"))
+                request.accept(token_ids, step.weight_version)  # the one its grammar could not take
                 ended.append(request)
-                request.deliver()
+                request.deliver(token_ids, result.logprobs[row])
                 continue
             prompt_logprobs = self._new_prompt_logprobs(request, step, result, row) if result.prompt_logprobs else ()
             if not token_ids and not prompt_logprobs:
                 continue
-            kept = request.accept(token_ids, step.weight_version)
+            kept = request.accept(token_ids, step.weight_version, complete=row in result.complete)
             if kept:
                 self.metrics.produced(request, kept, now)
                 if self.aux is not None:

@@ -15,6 +15,7 @@ from infer.config.capture import CaptureProfile, CaptureSection, ResolvedCapture
 from infer.config.model import KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import ResolvedConfig
+from infer.engine.sampling.guide import Grammars
 from infer.engine.worker.background_store import BackgroundStore
 from infer.engine.worker.block_store import BlockStore, private_store, shared_store
 from infer.engine.worker.capture import RowCapture
@@ -89,7 +90,12 @@ class WorkerBuilder:
             self._keep_blocks,
         )
 
-    def build(self, resolved: ResolvedConfig, progress: ProgressCallback | None = None) -> Runner:
+    def build(
+        self,
+        resolved: ResolvedConfig,
+        progress: ProgressCallback | None = None,
+        grammars: Grammars | None = None,
+    ) -> Runner:
         """Load the weights, allocate the KV cache, and run the widest step once."""
         platform = self._platform
         model = self._create_model(platform.ops, resolved.dtype, platform.device)
@@ -107,7 +113,9 @@ class WorkerBuilder:
         if resolved.capture is not None:
             facts, fields = self._captured_fields(model, resolved.dtype)
             capture = make_capture(facts, fields, model, resolved.capture, platform)
-        runner = Runner(model, platform, resolved, kv, self._config.vocab_size, parameter_bytes(model), capture)
+        runner = Runner(
+            model, platform, resolved, kv, self._config.vocab_size, parameter_bytes(model), capture, grammars
+        )
         try:
             runner.warm_up()
         except BaseException:

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.config.model import KVLayout
+from infer.engine.sampling.guide import Guide
 from infer.engine.sampling.row import SAMPLER, STATEFUL, Feature, SamplingRow, make_row
 from infer.engine.step import SlotAdmission, StepPlan
+from infer.engine.worker.guides import GuidedRows
 from infer.errors import InvalidRequestError
 from infer.plugins.model import ForwardBatch
 from infer.plugins.platform import AttentionMetadata
@@ -65,7 +67,9 @@ class InputBatch:
         layout: KVLayout,
         vocab_size: int,
         device: torch.device,
+        guides: GuidedRows,
     ) -> None:
+        self._guides = guides
         self._width = max_model_len + 1
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -201,6 +205,15 @@ class InputBatch:
         for i in stateful.tolist():
             self.row(int(slots[i])).accept(drawn[i])
 
+    def guided(self, draws: Draws) -> list[tuple[int, Guide]]:
+        """(index among the draws, its guide) of the guided ones."""
+        found = []
+        for k in np.flatnonzero(self._features[draws.slots] & Feature.GUIDED).tolist():
+            guide = self.row(int(draws.slots[k])).guide
+            if guide is not None:
+                found.append((k, guide))
+        return found
+
     def _attention(self, group: int, rows: StepRows, slot_of_token: Ints, positions: Ints) -> AttentionMetadata:
         table, size, device = self._tables[group], self._block_size, self._device
         seq_lens = rows.starts + rows.counts
@@ -237,8 +250,9 @@ class InputBatch:
         self._prompt_lens[slot] = admission.prompt_len
         try:
             ids = self._checked_ids(admission.token_ids)
+            guide = self._guides.make(admission.sampling, admission.token_ids[admission.prompt_len :])
             row = make_row(
-                admission.sampling, admission.token_ids, admission.prompt_len, self._vocab_size, self._device
+                admission.sampling, admission.token_ids, admission.prompt_len, self._vocab_size, self._device, guide
             )
         except Exception as error:  # a request that cannot be taken in fails alone
             self._poison[slot] = str(error) or type(error).__name__

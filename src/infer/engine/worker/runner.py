@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from infer.config.resolve import ResolvedConfig
+from infer.engine.sampling.guide import Grammars
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, prompt_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
 from infer.engine.worker.capture import CapturedStep, RowCapture
+from infer.engine.worker.guides import GuidedRows
 from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
 from infer.plugins.model import CausalLM
 from infer.plugins.platform import Platform, SupportsWorkspace
@@ -36,6 +38,7 @@ class Runner:
         vocab_size: int,
         weight_bytes: int,
         capture: RowCapture | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model: CausalLM | None = model
         self._platform = platform
@@ -45,6 +48,7 @@ class Runner:
         self._weight_bytes = weight_bytes
         self._workspace_bytes = 0
         self._capture = capture
+        self._guides = GuidedRows(grammars)
         self._batch = self._new_batch()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -58,6 +62,7 @@ class Runner:
             rows = None
             try:
                 self._batch.apply(plan)
+                self._guides.ahead()
                 if len(plan.slots):
                     rows = self._batch.arrange(plan)
                     self._run(rows, result, step)
@@ -114,6 +119,7 @@ class Runner:
         if self._model is not None:
             if self._capture is not None:
                 self._capture.close()
+            self._guides.close()
             self._model = None
             self._kv = {}
             self._platform.close()
@@ -127,6 +133,7 @@ class Runner:
             layout=model.kv_layout(),
             vocab_size=self._vocab_size,
             device=self._platform.device,
+            guides=self._guides,
         )
 
     def _loaded(self) -> CausalLM:
@@ -153,6 +160,7 @@ class Runner:
 
     def _sample(self, draws: Draws, hidden: Tensor, result: StepResult) -> None:
         logits = self._loaded().logits(hidden, torch.from_numpy(draws.last_tokens).to(hidden.device))
+        self._guides.wait()
         sampled = sample(logits, self._batch.sampling_rows(draws))
         self._batch.write(draws, self._good(sampled), sampled.token_ids)
         for k, index in enumerate(draws.results.tolist()):
@@ -162,6 +170,21 @@ class Runner:
             result.token_ids[index] = [sampled.token_ids[k]]
             if k in sampled.logprobs:
                 result.logprobs[index] = [sampled.logprobs[k]]
+        self._follow(draws, sampled, result)
+
+    def _follow(self, draws: Draws, sampled: Sampled, result: StepResult) -> None:
+        """What the guided rows' tokens mean to their grammars; their next masks are begun."""
+        for k, guide in self._batch.guided(draws):
+            index = int(draws.results[k])
+            if k in sampled.errors:
+                continue
+            if guide.failure is not None:
+                result.errors[index] = guide.failure
+            elif guide.is_complete:
+                result.complete.add(index)
+            else:
+                self._guides.drawn(guide)
+        self._guides.ahead()
 
     def _copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         """Blocks that forks own: the incomplete last block of a shared prompt."""

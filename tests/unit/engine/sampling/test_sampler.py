@@ -54,11 +54,12 @@ def test_rows_processed_together_equal_rows_processed_alone() -> None:
 def test_the_order_is_the_documented_one() -> None:
     named = [transform.__module__.rpartition(".")[2] for _, transform in ORDER]
     said = SamplingParams.__doc__ or ""
-    order = ["allowed_token", "bad_words", "logit_bias", "min_tokens", "repetition", "frequency", "temperature"]
-    order += ["top_k", "top_p", "min_p"]
+    order = ["structured_output", "allowed_token", "bad_words", "logit_bias", "min_tokens", "repetition", "frequency"]
+    order += ["temperature", "top_k", "top_p", "min_p"]
     said = said[said.index("in this order") :]
     assert [said.index(name) for name in order] == sorted(said.index(name) for name in order)
-    modules = [name.replace("frequency", "output_penalties") for name in order]
+    elsewhere = {"frequency": "output_penalties", "structured_output": "grammar_mask"}
+    modules = [elsewhere.get(name, name) for name in order]
     assert [name[: len(want)] for name, want in zip(named, modules, strict=True)] == modules
 
 
@@ -159,7 +160,7 @@ def test_rows_that_cannot_be_sampled_fail_alone() -> None:
         1: "logits hold NaN",
         2: "all logits are -inf",
         3: "logits hold +inf",
-        4: "no token is left to sample after allowed_token_ids, bad_words and min_tokens",
+        4: "no token is left to sample after the grammar, allowed_token_ids, bad_words and min_tokens",
     }
     assert out.token_ids == [expected.token_ids[0], *[NO_TOKEN] * 4, expected.token_ids[5]]
     assert out.logprobs == {0: expected.logprobs[0], 5: expected.logprobs[5]}

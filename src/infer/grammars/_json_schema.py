@@ -1,0 +1,99 @@
+"""What is looked at in a JSON schema before a library compiles it: its size, and words that a library passes over.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from infer.errors import GrammarError
+
+MAX_DEPTH = 100
+MAX_PROPERTIES = 6_000
+"""Named properties in the whole schema. Compiling takes a second for so many, and grows with their square."""
+MAX_MULTIPLE = 10_000
+"""Largest `multipleOf`: the automaton has as many states."""
+OLD_WORDS = {
+    "divisibleBy": "multipleOf",
+    "disallow": "other types",
+    "extends": "allOf",
+    "nullable": '"type": [..., "null"]',
+}
+"""Words that restrict or widen in an older draft or in OpenAPI, and mean nothing now -> what to write."""
+SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+
+
+def check_schema(schema: Any) -> None:
+    """Raises `GrammarError` naming the keyword."""
+    num_properties = 0
+    for path, part in subschemas(schema):
+        for word, instead in OLD_WORDS.items():
+            if part.get(word) not in (None, False):
+                raise GrammarError(
+                    f"json_schema: {path}{word} is not a keyword of JSON Schema 2020-12; write {instead}"
+                )
+        multiple = part.get("multipleOf")
+        if isinstance(multiple, int | float) and not isinstance(multiple, bool) and multiple > MAX_MULTIPLE:
+            raise GrammarError(
+                f"json_schema: {path}multipleOf={multiple} is too large to follow digit by digit; it can be at most "
+                f"{MAX_MULTIPLE}"
+            )
+        properties = part.get("properties")
+        num_properties += len(properties) if isinstance(properties, dict) else 0
+        _check_min_properties(path, part)
+    if num_properties > MAX_PROPERTIES:
+        raise GrammarError(f"json_schema: it has {num_properties} properties; at most {MAX_PROPERTIES} can be followed")
+
+
+def _check_min_properties(path: str, part: dict[str, Any]) -> None:
+    """A key of an open object may come twice, and counts once: only named properties can be counted."""
+    least = part.get("minProperties")
+    if not isinstance(least, int) or least < 2 or least <= len(part.get("required") or ()):
+        return
+    if part.get("additionalProperties") is not False or part.get("patternProperties"):
+        raise GrammarError(
+            f"json_schema: {path}minProperties={least} cannot be kept where properties may have any name; list properties "
+            "and set additionalProperties to false, or make as many required"
+        )
+
+
+def forbid_additional(schema: Any) -> Any:
+    """The same schema, where objects that list properties and do not say otherwise have no others."""
+    if isinstance(schema, list):
+        return [forbid_additional(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {
+        key: {name: forbid_additional(part) for name, part in value.items()}
+        if key in SCHEMAS and isinstance(value, dict)
+        else forbid_additional(value)
+        if key in LISTS or key in SINGLE
+        else value
+        for key, value in schema.items()
+    }
+    if "properties" in made and not made.keys() & {"additionalProperties", "patternProperties"}:
+        made["additionalProperties"] = False
+    return made
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(path that ends with a dot or is empty, schema object), the whole first. Raises `GrammarError` when it is too deep."""
+    stack: list[tuple[str, Any, int]] = [("", schema, 0)]
+    while stack:
+        path, part, depth = stack.pop()
+        if not isinstance(part, dict):
+            continue
+        if depth > MAX_DEPTH:
+            raise GrammarError(f"json_schema: it is nested more than {MAX_DEPTH} deep; use $ref")
+        yield path, part
+        for key, value in part.items():
+            if key in SCHEMAS and isinstance(value, dict):
+                stack += [(f"{path}{key}.{name}.", inner, depth + 1) for name, inner in value.items()]
+            elif key in LISTS and isinstance(value, list):
+                stack += [(f"{path}{key}.{i}.", inner, depth + 1) for i, inner in enumerate(value)]
+            elif key in SINGLE:
+                stack.append((f"{path}{key}.", value, depth + 1))

@@ -1,0 +1,239 @@
+"""The grammar backend over llguidance: JSON schema, regex, choices, Lark and EBNF grammars, structural tags.
+
+Compiled in a thread beside the event loop, matched on the worker thread; owns the library's tokenizer of one vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import TYPE_CHECKING, Any
+
+from infer.errors import GrammarError
+from infer.grammars._json_schema import check_schema, forbid_additional
+from infer.grammars._structural_tag import read_tags
+from infer.grammars._tag_grammar import to_lark
+from infer.plugins.grammar import API_VERSION, GrammarSource, GrammarSpec, Vocabulary
+from infer.plugins.hookspecs import hookimpl
+from infer.plugins.platform import Probe
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+PADDED_SPECIAL = b"<|unused-%d|>"
+MAX_LEXER_STATES = 100_000
+"""Of one compiled grammar, over all outputs it guides; about a kilobyte each."""
+
+
+def probe() -> Probe:
+    """Whether the package is installed."""
+    found = importlib.util.find_spec("llguidance") is not None
+    return Probe(found, "" if found else "the package llguidance is not installed (pip install llguidance)")
+
+
+class _Words:
+    """What the library asks of a tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = {*vocabulary.special_ids, *vocabulary.eos_token_ids}
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.bos_token_id: int | None = None
+        # A special token needs a name: an empty one would match where nothing is.
+        self.tokens = [
+            (token or PADDED_SPECIAL % i) if i in special else token for i, token in enumerate(vocabulary.tokens)
+        ]
+        self.special_token_ids = sorted(special)
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: str) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("text, not bytes")  # how the library finds out which of them it may give
+        return self._encode(text)
+
+
+class LLGuidanceBackend:
+    """Implements `plugins.grammar.GrammarBackend`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        from llguidance import LLParserLimits, LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - loads with the backend
+
+        self.vocabulary = vocabulary
+        self._special = special_names(vocabulary)
+        self.limits: LLParserLimits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self.tokenizer: LLTokenizer = LLTokenizer(
+            TokenizerWrapper(_Words(vocabulary)),
+            n_vocab=len(vocabulary.tokens),
+            eos_token=list(vocabulary.eos_token_ids),
+        )
+
+    def compile(self, source: GrammarSource) -> LLGuidanceGrammar:
+        """A keyword that the library does not keep, or only warns of, is refused."""
+        from llguidance import LLMatcher  # noqa: PLC0415
+
+        try:
+            text = _library_grammar(source, self._special)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"{source.kind} cannot be read: {_short(str(error))}") from None
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text, self.tokenizer, limits=self.limits)
+        if failed or messages:
+            raise GrammarError(f"{source.kind} cannot be used: {_explained('; '.join(messages))}")
+        matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
+        grammar = LLGuidanceGrammar(matcher, self.vocabulary)
+        first = bytearray(self.vocabulary.mask_bytes)
+        try:
+            grammar.start().fill(first)
+        except GrammarError as error:
+            raise GrammarError(f"{source.kind} cannot be used: {error}") from None
+        for token_id in self.vocabulary.eos_token_ids:
+            first[token_id >> 3] &= ~(1 << (token_id & 7))
+        if not any(first):
+            raise GrammarError(f"{source.kind} cannot be used: no text but the empty one satisfies it, or none at all")
+        return grammar
+
+
+class LLGuidanceGrammar:
+    """Implements `plugins.grammar.Grammar`: a matcher that stays at the start and is copied. Copies share their lexer."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    def start(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary)
+
+
+class LLGuidanceMatcher:
+    """Implements `plugins.grammar.Matcher`."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher = matcher
+        self._eos = frozenset(vocabulary.eos_token_ids)
+
+    def accept(self, token_id: int) -> str | None:
+        if token_id in self._eos and not self._matcher.is_accepting():
+            return f"token {token_id} ends the answer where the grammar does not"
+        if self._matcher.consume_token(token_id):
+            return None
+        return f"token {token_id} does not fit the grammar: {_explained(self._matcher.get_error())}"
+
+    def fill(self, mask: bytearray) -> None:
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed any further: {_explained(self._matcher.get_error())}")
+        mask[: len(bits)] = bits[: len(mask)]
+
+    @property
+    def can_end(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self._matcher.is_stopped() and self._matcher.is_accepting())
+
+
+def special_names(vocabulary: Vocabulary) -> dict[str, int]:
+    """Name -> id of the special tokens that have one."""
+    names = {vocabulary.tokens[token_id].decode(errors="replace"): token_id for token_id in vocabulary.special_ids}
+    names.pop("", None)
+    return names
+
+
+def _library_grammar(source: GrammarSource, special: dict[str, int]) -> str:
+    """The source in the library's own format. `ValueError` says what cannot be read."""
+    from llguidance import LLMatcher, grammar_from  # noqa: PLC0415
+
+    if source.kind == "json_schema":
+        schema: Any = json.loads(source.text)
+        check_schema(schema)
+        if source.forbid_additional_properties:
+            schema = forbid_additional(schema)
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(source)))
+    if source.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(source.text))
+    if source.kind == "choice":
+        return str(LLMatcher.grammar_from_lark(choice_lark(json.loads(source.text))))
+    if source.kind == "structural_tag":
+        lark, inner = to_lark(read_tags(json.loads(source.text)), special)
+        parts = [{"name": "tags", "lark_grammar": lark}]
+        parts += [{"name": name, "lark_grammar": _lark(text, syntax)} for name, syntax, text in inner]
+        return json.dumps({"grammars": parts})
+    return str(grammar_from("lark", _lark(source.text, "ebnf")))
+
+
+def _lark(text: str, syntax: str) -> str:
+    """The grammar in Lark; with "ebnf" it may be in either syntax."""
+    from llguidance.gbnf_to_lark import any_to_lark  # noqa: PLC0415
+
+    if syntax == "lark":
+        return text
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # the converter raises whatever it trips over
+        raise ValueError(str(error)) from None
+
+
+def _json_options(source: GrammarSource) -> JsonCompileOptions:
+    options: JsonCompileOptions = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": not source.compact}
+    if source.whitespace_pattern is not None:
+        options["whitespace_pattern"] = source.whitespace_pattern
+    return options
+
+
+def choice_lark(choices: list[str]) -> str:
+    """One of several texts. A text may be empty only beside others."""
+    if not any(choices):
+        raise ValueError("every choice is empty")
+    return "start: " + " | ".join(json.dumps(choice) for choice in dict.fromkeys(choices))
+
+
+def _explained(message: str) -> str:
+    if message.startswith("panic"):
+        return "it is too large for llguidance"
+    if "Current row has" in message or "Too many items" in message:
+        return (
+            f"{_short(message)} (too many ways to go on at one place, as several hundred optional properties are: make them "
+            "required, or fewer)"
+        )
+    return _short(message)
+
+
+def _short(message: str) -> str:
+    """The library's complaint on one line, without the parser's state behind it."""
+    text = " ".join(message.replace("<non-verbose/>", "").split())
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+@hookimpl
+def infer_grammars() -> list[GrammarSpec]:
+    return [
+        GrammarSpec(
+            name="llguidance",
+            api=API_VERSION,
+            factory="infer.grammars.llguidance:LLGuidanceBackend",
+            probe="infer.grammars.llguidance:probe",
+            kinds=("json_schema", "regex", "choice", "grammar", "structural_tag"),
+            priority=20,
+            example={
+                "accepts": [
+                    ["json_schema", '{"type":"object","properties":{"a":{"type":"integer"}}}', '{"a":12}'],
+                    ["regex", "[a-c]{2,4}(x|y)", "abcx"],
+                    ["choice", '["red","green","blue"]', "green"],
+                    ["grammar", 'start: "a" start "b" | "c"', "aacbb"],
+                    ["grammar", 'root ::= "a" root "b" | "c"', "aacbb"],
+                ],
+                "rejects": [
+                    ["json_schema", '{"type":"object","properties":{"a":{"type":"integer"}}}', '{"a":"x"}'],
+                    ["regex", "[a-c]{2,4}(x|y)", "ax"],
+                    ["choice", '["red","green","blue"]', "white"],
+                    ["grammar", 'start: "a" start "b" | "c"', "acbb"],
+                ],
+                "refused": [
+                    ["json_schema", '{"not":{"type":"string"}}', "not"],
+                    ["json_schema", '{"type":"object","propertyNames":{"pattern":"a"}}', "propertyNames"],
+                    ["regex", "(?=a)b", "look-around"],
+                    ["grammar", "start: other", "other"],
+                ],
+            },
+        )
+    ]
