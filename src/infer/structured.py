@@ -42,7 +42,7 @@ class StructuredOutput(BaseModel):
     json_object: bool = False
     """Any JSON object."""
     regex: Annotated[str, Field(min_length=1)] | None = None
-    """The whole output matches this expression (no look-around, no back-references)."""
+    """The whole output matches this expression: no look-around, no back-references; \\d, \\w and \\s are ASCII."""
     choice: Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)] | None = None
     """The output is one of these texts."""
     grammar: Annotated[str, Field(min_length=1)] | None = None

@@ -13,6 +13,7 @@ from infer.engine.step import ReasoningSpec
 from infer.engine.structured import GrammarStore, grammar_source
 from infer.errors import ConfigError, InvalidRequestError
 from infer.plugins.parser import ParserSpec
+from infer.text.output_parsing import choose_parser, starts_in_reasoning
 from infer.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,22 +71,22 @@ class GuidedAdmission:
 
     def _reasoning(self, parser: ParserSpec, prompt_ids: Sequence[int]) -> ReasoningSpec | None:
         """None when the prompt has closed it already."""
-        tail = self._tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False).rstrip()
-        opened = any(tail.endswith(start.rstrip()) for start in parser.reasoning_start)
-        if not opened and any(tail.endswith(end.rstrip()) for end in parser.reasoning_end):
+        tail = self._tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+        is_open = starts_in_reasoning(parser, tail)
+        if not is_open and tail.rstrip().endswith(parser.reasoning_end):
             return None
         close = parser.reasoning_close or parser.reasoning_end[0]
         return ReasoningSpec(
             starts=tuple(start.encode() for start in parser.reasoning_start),
             ends=tuple(end.encode() for end in parser.reasoning_end),
             close_ids=tuple(self._tokenizer.encode(close, add_special_tokens=False)),
-            is_open=opened or parser.reasoning_implied == "always",
+            is_open=is_open,
         )
 
 
 def reasoning_parser(registry: Registry, name: str, template: str | dict[str, str] | None) -> ParserSpec | None:
-    """The parser whose marks hold: of that name, "none", or for "auto" the one with the longest fingerprint in the chat
-    template. Raises `UnknownPluginError`, or `ConfigError` when the named one knows no reasoning."""
+    """The parser whose marks hold: of that name, "none", or for "auto" the one that the chat template
+    shows. Raises `UnknownPluginError`, or `ConfigError` when the named one knows no reasoning."""
     if name == "none":
         return None
     if name != "auto":
@@ -96,11 +97,4 @@ def reasoning_parser(registry: Registry, name: str, template: str | dict[str, st
                 fields=("structured_output.reasoning_parser",),
             )
         return spec
-    sources = list(template.values()) if isinstance(template, dict) else [template or ""]
-    found = [
-        (len(mark), spec)
-        for spec in registry.specs("parser")
-        for mark in spec.fingerprints
-        if any(mark in source for source in sources)
-    ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    return choose_parser(registry, template)

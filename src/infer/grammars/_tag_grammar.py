@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infer.grammars._json_schema import check_schema
+from infer.grammars._regex import ascii_classes
 from infer.grammars._structural_tag import (
     Choice,
     Inner,
@@ -137,7 +138,7 @@ class _Writer:
             from llguidance import regex_to_lark  # noqa: PLC0415 - loads with the backend
 
             name = self._name().upper()
-            self.rules.append(f"{name}: /{regex_to_lark(part.source, use_ascii='')}/")
+            self.rules.append(f"{name}: /{regex_to_lark(ascii_classes(part.source), use_ascii='')}/")
             return name
         name = f"grammar_{len(self.grammars)}"
         self.grammars.append((name, part.language, part.source))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.errors import GrammarError
 from infer.grammars._json_schema import check_schema, forbid_additional
+from infer.grammars._regex import ascii_classes
 from infer.grammars._structural_tag import read_tags
 from infer.grammars._tag_grammar import to_lark
 from infer.plugins.grammar import API_VERSION, GrammarSource, GrammarSpec, Vocabulary
@@ -80,16 +81,25 @@ class LLGuidanceBackend:
             raise GrammarError(f"{source.kind} cannot be used: {_explained('; '.join(messages))}")
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
         grammar = LLGuidanceGrammar(matcher, self.vocabulary)
-        first = bytearray(self.vocabulary.mask_bytes)
+        self._try(source, grammar.start())
+        return grammar
+
+    def _try(self, source: GrammarSource, matcher: LLGuidanceMatcher) -> None:
+        """Take one step: limits that only show then, and grammars of nothing, are the request's fault, not the step's."""
+        mask = bytearray(self.vocabulary.mask_bytes)
         try:
-            grammar.start().fill(first)
+            matcher.fill(mask)
+            for token_id in self.vocabulary.eos_token_ids:
+                mask[token_id >> 3] &= ~(1 << (token_id & 7))
+            place = next((place for place, byte in enumerate(mask) if byte), None)
+            if place is None:
+                raise GrammarError("no text but the empty one satisfies it, or none at all")
+            refusal = matcher.accept(8 * place + (mask[place] & -mask[place]).bit_length() - 1)
+            if refusal is not None:
+                raise GrammarError(refusal)
+            matcher.fill(mask)
         except GrammarError as error:
             raise GrammarError(f"{source.kind} cannot be used: {error}") from None
-        for token_id in self.vocabulary.eos_token_ids:
-            first[token_id >> 3] &= ~(1 << (token_id & 7))
-        if not any(first):
-            raise GrammarError(f"{source.kind} cannot be used: no text but the empty one satisfies it, or none at all")
-        return grammar
 
 
 class LLGuidanceGrammar:
@@ -145,12 +155,15 @@ def _library_grammar(source: GrammarSource, special: dict[str, int]) -> str:
 
     if source.kind == "json_schema":
         schema: Any = json.loads(source.text)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("a schema is an object or a boolean")
+        schema = {"allOf": [schema]} if isinstance(schema, bool) else schema
         check_schema(schema)
         if source.forbid_additional_properties:
             schema = forbid_additional(schema)
         return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(source)))
     if source.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(source.text))
+        return str(LLMatcher.grammar_from_regex(ascii_classes(source.text)))
     if source.kind == "choice":
         return str(LLMatcher.grammar_from_lark(choice_lark(json.loads(source.text))))
     if source.kind == "structural_tag":
