@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 
 from api_server import events
 from infer.cli.app import main
+from put_server import PutServer, put_server, silent
 
 SERVE = """
 import sys
@@ -103,6 +105,55 @@ def test_a_second_signal_ends_it_at_once() -> None:
         thread.join(30)
         assert process.wait(30) == 0
     assert told(lines)[-1]["error"]["code"] == "shutting_down"
+
+
+def asked(server: PutServer, **more: Any) -> dict[str, Any]:
+    """A request whose artifact goes to a server that takes it and says nothing."""
+    target = {
+        "kind": "presigned_http_put",
+        "url": server.url("/object?signature=SECRET"),
+        "expires_at": (datetime.now(UTC) + timedelta(seconds=1000)).isoformat(),
+        "max_bytes": 10**6,
+        "required_headers": {"if-none-match": "*"},
+        "object_id": "x",
+    }
+    delivery = {"mode": "object_store", "target": target}
+    artifact = {"format": "generation_artifact_v1", "contents": [], "delivery": delivery}
+    return {"prompt": "hi", "max_tokens": 3, "generation_artifact": artifact} | more
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["the client waits", "the client is gone"])
+def test_a_second_signal_does_not_wait_for_an_artifact_on_its_way(waits: bool) -> None:
+    with put_server(silent) as server:
+        flags = ("--artifacts.allow-insecure-http", "--artifacts.insecure-http-hosts", server.authority)
+        long = ("--artifacts.presigned-timeout-seconds", "600", "--artifacts.drain-timeout-seconds", "600")
+        with served("--port", "0", *flags, *long, "--api.drain-seconds", "600") as (process, address):
+            body = asked(server)
+            outcomes: list[Any] = []
+
+            def ask() -> None:
+                try:
+                    outcomes.append(
+                        httpx2.post(f"{address}/v1/completions", json=body, timeout=60 if waits else 3).json()
+                    )
+                except httpx2.TimeoutException:
+                    outcomes.append("gone")
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            while not server.exchanges and thread.is_alive():
+                pass
+            if not waits:
+                thread.join(30)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            thread.join(30)
+            told = process.stderr.read() if process.stderr else ""
+    assert "artifact_outcome_unknown" in told and "SECRET" not in told
+    assert outcomes == ["gone"] if not waits else outcomes[0]["error"]["code"] == "shutting_down"
 
 
 # -- signals before it serves ------------------------------------------------------------------------------------------

@@ -9,7 +9,13 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 
-from infer.errors import ArtifactCorruptError, ArtifactError, StorageNotFoundError, StorageUnavailableError
+from infer.errors import (
+    ArtifactCorruptError,
+    ArtifactError,
+    StorageError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+)
 
 HEAD_BYTES = 1 << 14
 """What the first request fetches: prelude and, as a rule, the whole header."""
@@ -56,8 +62,8 @@ class RemoteSource(ByteSource):
         try:
             self._filesystem, self._path = fsspec.core.url_to_fs(uri, **options)
             self.size = int(self._filesystem.info(self._path)["size"] or 0)
-        except FileNotFoundError:
-            raise StorageNotFoundError(f"{self._uri} does not exist") from None
+        except FileNotFoundError as error:
+            raise self._absent("opened", error) from None
         except ImportError as error:
             raise StorageUnavailableError(
                 f"{self._uri} needs another package ({error}); s3:// comes with `pip install 'infer-engine[s3]'`"
@@ -85,16 +91,25 @@ class RemoteSource(ByteSource):
                 found = [self._filesystem.cat_file(self._path, start=starts[0], end=ends[0])]
             else:
                 found = self._filesystem.cat_ranges([self._path] * len(ranges), starts, ends, on_error="raise")
-        except FileNotFoundError:
-            raise StorageNotFoundError(f"{self._uri} does not exist") from None
+        except FileNotFoundError as error:
+            raise self._absent("read", error) from None
         except Exception as error:
             raise self._unavailable("read", error) from self._cause(error)
         return [self._exact(data, start, end) for data, (start, end) in zip(found, ranges, strict=True)]
 
-    def _unavailable(self, verb: str, error: Exception) -> StorageUnavailableError:
+    def _unavailable(self, verb: str, error: BaseException) -> StorageUnavailableError:
         """Clients quote the whole URL in their errors."""
         told = str(getattr(error, "status", "") if self._has_secret else error)
         return StorageUnavailableError(f"{self._uri} cannot be {verb} ({type(error).__name__}{told and f': {told}'})")
+
+    def _absent(self, verb: str, error: FileNotFoundError) -> StorageError:
+        """fsspec says of every failed request over HTTP that the file is not there."""
+        cause = error.__cause__
+        if cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410):
+            return StorageNotFoundError(f"{self._uri} does not exist")
+        if isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp"):
+            return self._unavailable(verb, cause)
+        return StorageNotFoundError(f"{self._uri} does not exist")
 
     def _cause(self, error: Exception) -> Exception | None:
         return None if self._has_secret else error

@@ -16,6 +16,8 @@ from infer.plugins.registry import Registry
 from infer.plugins.storage_target import StorageTarget, SupportsExpiry
 
 PRESIGNED = "presigned_http_put"
+GRACE_SECONDS = 5.0
+"""For a target to keep its own deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class Destination:
     target: StorageTarget
     max_bytes: int
     object_id: str
+    seconds: float
+    """After which a write is given up, should the target not have done so itself."""
     expires_at: float | None = None
     """Unix time, for targets that expire."""
 
@@ -53,7 +57,7 @@ def resolve_destination(request: ArtifactRequest, settings: ArtifactsSection, re
         if type(request.target.max_bytes) is not int or not is_async(request.target.sink):
             raise _rejected("a sink needs an integer max_bytes and a function that is an `async def`")
         sink = _SinkStorage(request.target)
-        return Destination(sink, request.target.max_bytes, sink.object_id)
+        return Destination(sink, request.target.max_bytes, sink.object_id, settings.sink_timeout_seconds)
     try:
         if isinstance(request.target, PresignedTarget):
             return _presigned(request.target, settings, registry)
@@ -106,7 +110,8 @@ def _presigned(grant: PresignedTarget, settings: ArtifactsSection, registry: Reg
     }
     target: StorageTarget = registry.create("storage_target", PRESIGNED, grant.url.reveal(), options)
     expires = target.expires_at if isinstance(target, SupportsExpiry) else None
-    return Destination(target, grant.max_bytes, grant.object_id.strip(), expires)
+    seconds = settings.presigned_timeout_seconds + GRACE_SECONDS
+    return Destination(target, grant.max_bytes, grant.object_id.strip(), seconds, expires)
 
 
 def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registry, max_bytes: int) -> Destination:
@@ -135,7 +140,8 @@ def _managed(named: ManagedTarget, settings: ArtifactsSection, registry: Registr
         target: StorageTarget = registry.create("storage_target", name, f"{profile.url.rstrip('/')}/{key}", options)
     except UnknownPluginError:
         raise _rejected("the profile's scheme is not allowed") from None
-    return Destination(target, max_bytes, f"{named.profile}:{key}")
+    seconds = settings.managed_timeout_seconds + GRACE_SECONDS
+    return Destination(target, max_bytes, f"{named.profile}:{key}", seconds)
 
 
 def _managed_schemes(registry: Registry) -> dict[str, str]:

@@ -320,7 +320,10 @@ class ArtifactPipeline:
         job.writing = True
         begun = time.monotonic()
         try:
-            await job.destination.target.put(data, if_absent=True)
+            with anyio.fail_after(job.destination.seconds):
+                await job.destination.target.put(data, if_absent=True)
+        except TimeoutError:  # of ours, or the target's own that came out as it was
+            raise ArtifactError("the write was given up", code="artifact_outcome_unknown") from None
         finally:
             self.statistics.upload_seconds += time.monotonic() - begun
         self.statistics.delivered_bytes += len(data)
@@ -330,7 +333,11 @@ class ArtifactPipeline:
         refresh, expires = job.ticket.request.refresh, job.destination.expires_at
         if refresh is None or expires is None or expires > self._clock():
             return
-        request = replace(job.ticket.request, target=await refresh())
+        try:
+            with anyio.fail_after(self.settings.presigned_timeout_seconds):
+                request = replace(job.ticket.request, target=await refresh())
+        except TimeoutError:
+            raise ArtifactError("no new grant came in time", code="artifact_target_expired") from None
         await self._close(job.destination)
         try:
             job.destination = resolve_destination(request, self.settings, self._registry)

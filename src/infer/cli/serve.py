@@ -75,6 +75,7 @@ async def _run(
                         engine = await stack.enter_async_context(session.make_engine(config, report))
                     with life.serving_scope:
                         await _serve(life, engine, listeners)
+                    life.end_of_serving()
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
@@ -107,10 +108,11 @@ class Life:
         """The first signal."""
         self.stop = anyio.Event()
         self.scope = anyio.CancelScope()
-        """Of loading."""
+        """Of loading, and of what is left when it has ended to serve."""
         self.serving_scope = anyio.CancelScope()
         """Of serving, inside the engine's life: requests are told that the server stops before the engine does."""
         self.session = session
+        self._served = False
         self._close_listeners = close_listeners
 
     async def watch_signals(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -122,8 +124,16 @@ class Life:
                     self._begin_to_stop()
                 elif self.serving and not self.serving_scope.cancel_called:
                     self.serving_scope.cancel()
+                    if self._served:
+                        self.scope.cancel()
                 else:
                     self._leave(number)
+
+    def end_of_serving(self) -> None:
+        """Requests have ended, and artifacts may still be on their way: they have their time, unless it is to end at once."""
+        self._served = True
+        if self.serving_scope.cancel_called:
+            self.scope.cancel()
 
     def _begin_to_stop(self) -> None:
         if self.serving:

@@ -132,6 +132,8 @@ class ArtifactsSection(BaseModel):
     """Largest object for a managed target."""
     managed_timeout_seconds: Annotated[Whole, Field(gt=0)] = 60
     """Seconds for a whole managed write."""
+    sink_timeout_seconds: Annotated[Whole, Field(gt=0)] = 600
+    """Seconds that a program's own sink may take for an object."""
     max_decoded_bytes: Annotated[Whole, Field(ge=1, le=MAX_BYTES)] = MAX_BYTES
     """Largest payload of an artifact before compression."""
     v2_max_bytes: Annotated[Whole, Field(ge=1, le=MAX_V2_BYTES)] = 2**29

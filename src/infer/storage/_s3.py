@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import secrets
+import time
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -17,6 +18,8 @@ from infer.errors import StorageError, StorageNotFoundError, StorageUnavailableE
 CHUNK = 2**26
 """s3fs sends one PutObject for anything below twice this."""
 _MARK = "infer-delivery"
+_PAUSES = (0.2, 0.6)
+"""Seconds before a write that met another one is tried again."""
 _EXPECTED = "s3fs.core.S3FileSystem"
 
 
@@ -42,10 +45,7 @@ class S3Object:
         self.writing = True
         mode = "create" if if_absent else "overwrite"
         try:
-            metadata = {_MARK: self._mark}
-            # One request whatever the size: an upload in parts is not created atomically.
-            size = max(CHUNK, len(data))
-            filesystem.pipe_file(self._path, data, mode=mode, chunksize=size, Metadata=metadata)
+            self._put(filesystem, data, mode)
         except Exception as error:
             failure = _put_failure(error)
             if failure.code in ("artifact_conflict", "artifact_outcome_unknown"):
@@ -57,6 +57,20 @@ class S3Object:
                 elif _was_retried(error):
                     failure = _unknown()
             raise failure from None
+
+    def _put(self, filesystem: Any, data: bytes, mode: str) -> None:
+        metadata = {_MARK: self._mark}
+        # One request whatever the size: an upload in parts is not created atomically.
+        size = max(CHUNK, len(data))
+        for pause in (*_PAUSES, None):
+            try:
+                filesystem.pipe_file(self._path, data, mode=mode, chunksize=size, Metadata=metadata)
+                return
+            except Exception as error:
+                # Another conditional write of this key is on its way, and which of them wins is told later.
+                if pause is None or _status(error) != 409:
+                    raise
+            time.sleep(pause)
 
     def get(self, start: int, end: int | None) -> bytes:
         try:

@@ -21,11 +21,17 @@ from infer.plugins.hookspecs import hookimpl
 from infer.plugins.storage_target import API_VERSION, StorageTargetSpec
 from infer.storage._addresses import Address, refused_address, resolve
 from infer.storage._grant import Grant, parse_grant
-from infer.storage._http import Lost, exchange
+from infer.storage._http import Lost, Reply, exchange
 
-ATTEMPTS = 2
+LOST_ATTEMPTS = 2
 """A second try when the first was lost on the way: the upload is create-only, so it cannot store twice."""
+ATTEMPTS = 4
+"""In all, when the server says that it is busy."""
+UNDECIDED = (409, 425, 429)
+"""Not stored, and to be tried again. S3 answers 409 while another conditional write of the key is on its way."""
+BUSY = (*UNDECIDED, 408, 500, 502, 503, 504)
 _PAUSE_SECONDS = 0.2
+_SLOWER = 3
 
 
 @dataclass(slots=True)
@@ -33,7 +39,7 @@ class _Progress:
     """What may have happened at the other end."""
 
     handed_over: bool = False
-    """The whole object left in some attempt: it may be stored."""
+    """The whole object left in some attempt, and nothing said that it was not stored."""
 
 
 class PresignedPut:
@@ -85,31 +91,36 @@ class PresignedPut:
         """Every attempt closes its own connection."""
 
     async def _put(self, data: bytes, progress: _Progress) -> None:
-        timed_out = False
+        num_lost, was_lost, pause = 0, False, _PAUSE_SECONDS
         for attempt in range(ATTEMPTS):
-            if attempt:
-                await anyio.sleep(_PAUSE_SECONDS)
             earlier = progress.handed_over  # an earlier attempt may have stored the object, and it cannot be read back
             if self._grant.expires_at <= self._clock():
                 raise _unknown() if earlier else StorageError("the grant has expired", code="artifact_target_expired")
             try:
-                status = await self._attempt(data, progress)
+                reply = await self._attempt(data, progress)
             except Lost as lost:
-                timed_out = lost.timed_out
+                num_lost, was_lost = num_lost + 1, was_lost or progress.handed_over
+                if num_lost == LOST_ATTEMPTS or attempt == ATTEMPTS - 1:
+                    raise _gone(progress, lost) from None
+                await anyio.sleep(pause)
                 continue
-            if 200 <= status < 300:
+            if 200 <= reply.status < 300:
                 return
-            if earlier:
-                raise _unknown()
-            if status == 412:
-                raise StorageError("an object exists already", code="artifact_conflict")
-            raise StorageError("the upload was not accepted", code="artifact_upload_rejected")
-        if progress.handed_over:
-            raise _unknown()
-        raise _late() if timed_out else StorageError("the upload failed", retryable=True)
+            if reply.status in UNDECIDED:
+                progress.handed_over = earlier
+            wait = max(pause, reply.retry_after or 0)
+            if reply.status not in BUSY or attempt == ATTEMPTS - 1 or not self._is_time_for(wait):
+                raise _refusal(reply.status, earlier, was_lost)
+            await anyio.sleep(wait)
+            pause *= _SLOWER
 
-    async def _attempt(self, data: bytes, progress: _Progress) -> int:
-        """Status of one PUT on a connection of its own. Raises `Lost`."""
+    def _is_time_for(self, wait: float) -> bool:
+        """Whether another attempt after so many seconds is within the deadline and the grant's life."""
+        left = min(anyio.current_effective_deadline() - anyio.current_time(), self._grant.expires_at - self._clock())
+        return wait < left
+
+    async def _attempt(self, data: bytes, progress: _Progress) -> Reply:
+        """The answer to one PUT on a connection of its own. Raises `Lost`."""
         stream = await self._connect()
 
         def handed_over() -> None:
@@ -159,6 +170,21 @@ async def _first_answering(addresses: list[Address], port: int) -> anyio.abc.Soc
         except OSError:
             continue
     return await anyio.connect_tcp(addresses[-1], port)
+
+
+def _refusal(status: int, earlier: bool, was_lost: bool) -> StorageError:
+    """`earlier`: an attempt before this one may have stored the object; `was_lost`: nothing was heard of such a one."""
+    if was_lost or (earlier and status == 412):
+        return _unknown()
+    if status == 412:
+        return StorageError("an object exists already", code="artifact_conflict")
+    return StorageError("the upload was not accepted", retryable=status in BUSY, code="artifact_upload_rejected")
+
+
+def _gone(progress: _Progress, lost: Lost) -> StorageError:
+    if progress.handed_over:
+        return _unknown()
+    return _late() if lost.timed_out else StorageError("the upload failed", retryable=True)
 
 
 def _late() -> StorageError:

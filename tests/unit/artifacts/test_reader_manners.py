@@ -19,6 +19,7 @@ from infer.errors import (
     StorageNotFoundError,
     StorageUnavailableError,
 )
+from put_server import answer, put_server, status
 
 FORMATS = ("generation_artifact_v1", "generation_artifact_v2")
 IDS = np.arange(18).reshape(3, 3, 2) % 8
@@ -133,6 +134,30 @@ def test_what_a_url_hides_is_in_no_error(uri: str, shown: str) -> None:
     assert isinstance(caught.value, expected)
 
 
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (status(404), StorageNotFoundError),
+        (status(403), StorageUnavailableError),
+        (status(500), StorageUnavailableError),
+        (None, StorageUnavailableError),
+    ],
+    ids=["404", "403", "500", "nobody listens"],
+)
+def test_over_http_only_what_is_not_there_does_not_exist(reply: bytes | None, expected: type[StorageError]) -> None:
+    with put_server(*[answer(reply or b"")] * 9) as server:
+        url = server.url("/a.dynexp?sig=SECRET")
+        if reply is not None:
+            with pytest.raises(StorageError) as caught:
+                open_artifact(url)
+    if reply is None:
+        with pytest.raises(StorageError) as caught:
+            open_artifact(url)
+    assert type(caught.value) is expected and "SECRET" not in str(caught.value)
+    told = "does not exist" if expected is StorageNotFoundError else "cannot be opened (Client"
+    assert told in str(caught.value)
+
+
 @pytest.mark.usefixtures("signed")
 def test_without_a_secret_the_reason_is_told() -> None:
     with pytest.raises(
@@ -145,3 +170,18 @@ def test_without_a_secret_the_reason_is_told() -> None:
 def test_a_path_is_shown_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(StorageNotFoundError, match=r"what\?@this"):
         open_artifact(tmp_path / "what?@this")
+
+
+def test_more_than_memory_holds_is_said_and_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = open_artifact(encode(TWO, format="generation_artifact_v2"))
+    empty = np.empty
+
+    def scarce(shape: Any, dtype: Any = float) -> Any:
+        if np.prod(shape) > 4:
+            raise MemoryError
+        return empty(shape, dtype)
+
+    monkeypatch.setattr("infer.artifacts.v2.ranges.np.empty", scarce)
+    with pytest.raises(ArtifactError, match=r"shape \(2, 3, 2\) and u8 does not fit in memory: read it in parts"):
+        reader.routes(0)
+    assert np.array_equal(reader.routes(0, layers=4, tokens=slice(1, 3)).expert_ids, IDS[1:3, 1:2])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import AsyncMock
 
+import anyio
 import pytest
 
 from infer.artifacts import ArtifactChoice, GenerationArtifact
 from infer.artifacts.admission import GenerationBounds
 from infer.artifacts.pipeline import ArtifactPipeline
-from infer.artifacts.request import ArtifactRequest, SinkTarget
+from infer.artifacts.receipt import ArtifactReceipt
+from infer.artifacts.request import ArtifactRequest, PresignedTarget, SinkTarget
 from infer.config.artifacts import ArtifactsSection
 from infer.config.engine import PluginsSection
 from infer.errors import ArtifactRefusedError
@@ -20,6 +24,7 @@ from infer.plugins import Registry, build_registry
 
 pytestmark = pytest.mark.anyio
 BOUNDS = GenerationBounds(prompt_tokens=2, max_tokens=3, request_id="r-1")
+NOW = time.time()
 ARTIFACT = GenerationArtifact([ArtifactChoice(0, 2, [1, 2, 3, 4])])
 
 
@@ -93,6 +98,53 @@ async def test_what_cannot_be_awaited_is_refused_at_admission(registry: Registry
             await pipeline.admit(request, BOUNDS)
         assert caught.value.code == "artifact_target_rejected"
         assert pipeline.statistics.reserved_bytes == 0
+
+
+async def test_a_sink_that_hangs_gives_its_place_back(registry: Registry) -> None:
+    async def hang(data: bytes) -> str:
+        await anyio.sleep_forever()
+        return "never"
+
+    section = ArtifactsSection(sink_timeout_seconds=1, pipeline_concurrency=1, queue_timeout_seconds=30)
+    async with ArtifactPipeline(section, registry) as pipeline:
+        receipts: list[ArtifactReceipt] = []
+
+        async def deliver(sink: Any) -> None:
+            ticket = await pipeline.admit(ArtifactRequest(target=SinkTarget(sink)), BOUNDS)
+            receipts.append(await ticket.finish(ARTIFACT))
+            ticket.release()
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(deliver, hang)
+                await anyio.wait_all_tasks_blocked()
+                tasks.start_soon(deliver, plain)
+        assert [receipt.error_code for receipt in receipts] == ["artifact_outcome_unknown", None]
+        assert pipeline.statistics.reserved_bytes == 0 and not pipeline.statistics.running
+
+
+async def test_a_refresh_that_hangs_is_given_up(registry: Registry) -> None:
+    async def hang() -> PresignedTarget:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    grant = PresignedTarget(
+        url="http://127.0.0.1:9/x",
+        expires_at=datetime.datetime.fromtimestamp(NOW + 900, datetime.UTC).isoformat(),
+        max_bytes=10_000,
+        object_id="x",
+        required_headers={"if-none-match": "*"},
+    )
+    section = ArtifactsSection(
+        presigned_timeout_seconds=1, allow_insecure_http=True, insecure_http_hosts=("127.0.0.1:9",)
+    )
+    later = iter([*[NOW + 1000] * 9])
+    async with ArtifactPipeline(section, registry, clock=lambda: next(later)) as pipeline:
+        with anyio.fail_after(30):
+            ticket = await pipeline.admit(ArtifactRequest(target=grant, refresh=hang), BOUNDS)
+            receipt = await ticket.finish(ARTIFACT)
+        ticket.release()
+    assert receipt.error_code == "artifact_target_expired"
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, "sink"), ("", ""), (17, "17")])

@@ -221,6 +221,21 @@ class TestS3:
         with put_server(store_and_drop, store_and_drop, *[forbidden] * 8) as server:
             assert await failure(s3(server, **quick)) == "artifact_outcome_unknown"
 
+    async def test_a_write_that_met_another_one_is_tried_again(self) -> None:
+        """S3 answers 409 to a conditional write while it decides another one of the same key."""
+        conflict = answer(status(409, "connection: close"))
+        with put_server(conflict, conflict) as server:
+            made = s3(server)
+            await made.put(DATA, if_absent=True)
+            await made.aclose()
+            assert server.objects == {"/bucket/root/runs/k": DATA} and len(server.exchanges) == 3
+        with put_server(conflict) as server:
+            server.objects["/bucket/root/runs/k"] = b"other"
+            server.metadata["/bucket/root/runs/k"] = {}
+            assert await failure(s3(server)) == "artifact_conflict"
+        with put_server(*[conflict] * 9) as server:
+            assert await failure(s3(server)) == "artifact_upload_rejected"
+
     @pytest.mark.parametrize("code", [400, 403, 404])
     async def test_refusals(self, code: int) -> None:
         with put_server(answer(status(code, "connection: close"))) as server:

@@ -11,8 +11,9 @@ import pytest
 
 from infer.errors import StorageError
 from infer.storage._grant import parse_grant
-from infer.storage.presigned_put import PresignedPut
+from infer.storage.presigned_put import ATTEMPTS, BUSY, PresignedPut
 from put_server import (
+    Behaviour,
     Exchange,
     PutServer,
     answer,
@@ -93,14 +94,95 @@ async def test_a_redirect_is_a_failure_and_not_followed(code: int) -> None:
         assert (server.accepted, other.accepted) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [(400, "rejected"), (403, "rejected"), (409, "rejected"), (500, "rejected"), (503, "rejected")],
-)
-async def test_other_answers_are_refusals(code: int, expected: str) -> None:
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 405, 411, 413, 501])
+async def test_other_answers_are_refusals(code: int) -> None:
     with put_server(answer(status(code))) as server:
-        assert await failure(target(server)) == f"artifact_upload_{expected}"
+        assert await failure(target(server)) == "artifact_upload_rejected"
         assert server.accepted == 1
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.storage.presigned_put._PAUSE_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize("code", BUSY)
+async def test_a_busy_server_is_asked_again(code: int) -> None:
+    with put_server(answer(status(code)), answer(status(code))) as server:
+        await target(server).put(DATA, if_absent=True)
+        assert server.objects == {"/object": DATA} and server.accepted == 3
+
+
+async def test_it_is_asked_when_it_says() -> None:
+    with put_server(answer(status(503, "Retry-After: 1"))) as server:
+        before = anyio.current_time()
+        await target(server).put(DATA, if_absent=True)
+        assert anyio.current_time() - before >= 1 and server.accepted == 2
+
+
+@pytest.mark.parametrize(
+    ("header", "changes"),
+    [("retry-after: 11", {}), ("retry-after: 7", {"expires_at": "2027-01-15T08:00:06Z"})],
+    ids=["deadline", "grant"],
+)
+async def test_a_wait_beyond_the_deadline_is_not_begun(header: str, changes: dict[str, str]) -> None:
+    with put_server(answer(status(503, header))) as server:
+        before = anyio.current_time()
+        with pytest.raises(StorageError) as caught:
+            await target(server, **changes).put(DATA, if_absent=True)
+        assert (caught.value.code, caught.value.retryable) == ("artifact_upload_rejected", True)
+        assert anyio.current_time() - before < 5 and server.accepted == 1
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize(
+    "words", ["retry-after: soon", "retry-after: -5", "retry-after:", "retry-after: Fri, 1 Jan 2100"]
+)
+async def test_a_wait_that_cannot_be_read_is_the_usual_one(words: str) -> None:
+    with put_server(answer(status(429, words))) as server:
+        await target(server).put(DATA, if_absent=True)
+        assert server.accepted == 2
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_busy_for_ever() -> None:
+    with put_server(*[answer(status(503))] * 9) as server:
+        assert await failure(target(server)) == "artifact_upload_rejected"
+        assert server.accepted == ATTEMPTS
+
+
+def store_and_say(code: int) -> Behaviour:
+    def behave(exchange: Exchange) -> None:
+        exchange.create()
+        exchange.socket.sendall(status(code))
+
+    return behave
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (store_and_say(500), "artifact_outcome_unknown"),
+        (store_and_say(503), "artifact_outcome_unknown"),
+        (store_and_say(409), "artifact_conflict"),
+        (store_and_say(429), "artifact_conflict"),
+    ],
+    ids=["500", "503", "409", "429"],
+)
+async def test_an_object_that_is_there_after_a_busy_answer(first: Behaviour, code: str) -> None:
+    """A server error may come after the object was stored; 409 and 429 say that it was not."""
+    with put_server(first) as server:
+        assert await failure(target(server)) == code
+        assert server.accepted == 2
+
+
+@pytest.mark.usefixtures("short_pauses")
+async def test_lost_and_then_busy_for_ever_is_not_known() -> None:
+    with put_server(drop, *[answer(status(503))] * 9) as server:
+        assert await failure(target(server)) == "artifact_outcome_unknown"
+        assert server.accepted == ATTEMPTS
 
 
 async def test_a_second_object_is_a_conflict() -> None:

@@ -16,6 +16,7 @@ from infer.artifacts.v2.decoder import Chunk, chunks_of, decode_chunk
 from infer.artifacts.v2.header import Array
 from infer.artifacts.v2.limits import ALIGNMENT
 from infer.artifacts.v2.values import DTYPES
+from infer.errors import ArtifactError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,13 @@ def _empty(selection: Selection) -> NDArray[Any]:
     shape[0] = max(0, selection.end - selection.first)
     if selection.columns is not None:
         shape[1] = len(selection.columns)
-    return np.empty(shape, DTYPES[selection.array.dtype])
+    try:
+        return np.empty(shape, DTYPES[selection.array.dtype])
+    except MemoryError:
+        raise ArtifactError(
+            f"an array of shape {tuple(shape)} and {selection.array.dtype} does not fit in memory: read it in parts, with "
+            "tokens=slice(first, end) or layers="
+        ) from None
 
 
 def _place(out: NDArray[Any], selection: Selection, chunk: Chunk, values: NDArray[Any]) -> None:
