@@ -46,7 +46,10 @@ def split(registry: Registry) -> Split:
 
 
 @pytest.mark.row("SAMPLE-REASONING", "for every parser whole, per-character and per-token feeding give the same events")
-@pytest.mark.row("TOOLS-STREAMING-PARSER", "recorded outputs give the same events in every split; nothing is held back")
+@pytest.mark.row(
+    "TOOLS-STREAMING-PARSER",
+    "recorded outputs give the same events in every split, mid-character too; nothing is held back",
+)
 @pytest.mark.parametrize("name", names())
 def test_parser(registry: Registry, split: Split, name: str) -> None:
     failed = []

@@ -25,7 +25,7 @@ DIALECT = Dialect(
         "<|END_OF_TURN_TOKEN|>",
         "<co>",
     ),
-    dropped_spans=(("</co", ">"),),
+    dropped_spans=(("</co:", ">"),),
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -44,7 +44,7 @@ TRANSCRIPTS: list[dict[str, Any]] = [
         "<|START_RESPONSE|>foo <co>bar</co: 0:[1,2],1:[3,4]>!<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
         "events": [*thought("A rainbow."), *said("foo bar!")],
     },
-    {"text": "<|START_RESPONSE|>a </code", "events": said("a </code")},
+    {"text": "<|START_RESPONSE|><code>a</code> b </co: 0", "events": said("<code>a</code> b </co: 0")},
     {"text": "<|START_ACTION|>[oops]<|END_ACTION|>", "events": said("<|START_ACTION|>[oops]<|END_ACTION|>")},
 ]
 

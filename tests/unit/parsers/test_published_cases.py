@@ -279,6 +279,43 @@ def test_text_around_calls(registry: Registry, name: str) -> None:
     assert output.text == "Let me check.\n\nWould you like more?"
 
 
+OPTIONAL = {
+    "count": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": 5},
+    "query": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "names": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+    "where": {"oneOf": [{"type": "object"}, {"type": "null"}]},
+    "either": {"type": ["integer", "null"]},
+    "mixed": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+    "ratio": {"type": "float"},
+}
+
+
+@pytest.mark.row("TOOLS-STREAMING-PARSER", "argument types follow the tool's schema, unions included")
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_values_of_optional_parameters(registry: Registry, name: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": OPTIONAL}}}
+    given = {
+        "count": 5,
+        "query": "hello",
+        "names": ["a", "b"],
+        "where": {"k": "v"},
+        "either": 42,
+        "mixed": "some",
+        "ratio": 3.5,
+    }
+    assert said_calls(parse(registry, name, WRITERS[name]([("f", given)]), [tool])) == [("f", given)]
+
+
+def test_a_value_whose_end_is_missing(registry: Registry) -> None:
+    text = (
+        "Let me check:\n<tool_call>\n<function=f>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    output = parse(registry, "qwen3_coder", text)
+    assert output.text == "Let me check:\n"
+    assert said_calls(output) == [("f", {"city": "Dallas", "state": "TX"})]
+
+
 BROKEN = [
     ("hermes", '<tool_call>{"name": "func", "arguments": {'),
     ("hermes", '<tool_call>{"name": "func", "arguments": {}</tool_call>'),

@@ -13,7 +13,7 @@ from infer.plugins.parser import ParserEvent
 from infer.plugins.parsing.coercion import STRING, ToolSchemas, coerce, quote
 from infer.plugins.parsing.source import Malformed, Reading, Source
 
-NAME = re.compile(r"[\w.\-:/]+")
+NAME = re.compile(r"[\w.\-:/]{1,256}")
 MAX_DEPTH = 64
 
 

@@ -12,7 +12,7 @@ from infer.plugins.parsing.calls import MAX_DEPTH, NAME, Calls, read_text_value
 from infer.plugins.parsing.coercion import quote
 from infer.plugins.parsing.source import Malformed, Reading, Sink, Source
 
-_KEY = re.compile(r"[\w.\-$ ]+")
+_KEY = re.compile(r"[\w.\-$ ]{1,256}")
 _WORD = re.compile(r"[-+\w.]+", re.ASCII)
 _JSON_WORD = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 

@@ -84,8 +84,9 @@ class _Object:
         depth = 1
         while depth:
             yield from source.spaces()
-            if (yield from source.peek()) == "}" and self._said:
-                depth -= yield from self._close()
+            if (yield from source.peek()) == "}" and self._said:  # a comma too many
+                source.pos += 1
+                depth -= 1
                 continue
             key = yield from read_string_value(source)
             yield from source.spaces()
@@ -104,10 +105,6 @@ class _Object:
                 if not depth:
                     return
 
-    def _close(self) -> Reading[int]:
-        yield from self._source.expect("}")
-        return 1
-
     def _value(self, key: str) -> Reading[None]:
         source, table = self._source, self._table
         if key in table.name_keys and self._name is None:
@@ -125,7 +122,7 @@ class _Object:
         elif table.bare and key != "type":
             raise Malformed
         else:
-            yield from read_json(source, lambda piece: None)
+            yield from read_json(source, lambda piece: None)  # a call has no place for other members
 
     def _read_arguments(self) -> Reading[None]:
         source, calls = self._source, self._calls

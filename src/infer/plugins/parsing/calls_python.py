@@ -14,7 +14,7 @@ from infer.plugins.parsing.calls import MAX_DEPTH, Calls
 from infer.plugins.parsing.coercion import quote
 from infer.plugins.parsing.source import Malformed, Reading, Sink, Source
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_NAME = re.compile(r"[A-Za-z_][\w.]{0,255}")
 _WORD = re.compile(r"[-+\w.]+", re.ASCII)
 _NUMBER = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}

@@ -12,7 +12,7 @@ from infer.plugins.parsing.calls import NAME, Calls, read_text_value
 from infer.plugins.parsing.coercion import quote
 from infer.plugins.parsing.source import Malformed, Reading, Source
 
-_KEY = re.compile(r'[^<>"\n]+')
+_KEY = re.compile(r'[^<>"\n]{1,256}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from infer.plugins.parsing.machine import Mode, StreamParser
 from infer.plugins.parsing.source import Malformed, Reading
 
 MAX_HEADER = 400
+_WORD = re.compile(r"[\w.:\-=/ \n]{0,200}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +152,3 @@ class ChannelParser(StreamParser):
         if mark is not None and mark not in table.ends:
             source.pos -= len(mark)
         source.commit()
-
-
-_WORD = re.compile(r"[\w.:\-=/ \n]*")

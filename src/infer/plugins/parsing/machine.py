@@ -5,7 +5,6 @@ Runs in the request's task; owns the state of one choice. A generator reads, so 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from infer.plugins.parsing.source import Malformed, Reading, Source
 from infer.plugins.parsing.transcripts import merge_events
 
 Mode = Literal["text", "reasoning"]
-_SPAN = re.compile(r"[^\n]{0,200}")
 
 
 class StreamParser:
