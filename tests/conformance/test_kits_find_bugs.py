@@ -285,6 +285,28 @@ def test_quant_method(plant: Plant, registry: Registry, method: str, bug: Any, b
 
 
 @pytest.mark.parametrize(
+    ("bug", "broken"),
+    [
+        (lambda blocks, rows: blocks.float(), "blocks"),
+        (lambda blocks, rows: blocks.roll(1, 1), "blocks"),
+        (lambda blocks, rows: blocks ^ (rows.shape[0] > 1), "rows_stand_alone"),
+    ],
+)
+def test_load_time_method(plant: Plant, registry: Registry, bug: Any, broken: str) -> None:
+    def make(section: Any) -> Any:
+        made = registry.create("quant_method", "int8", section)
+        original = made.encode
+        made.encode = lambda rows, block_type: bug(original(rows, block_type), rows)
+        return made
+
+    ops = registry.create("platform", "reference", threads=1).ops
+    spec = dataclasses.replace(registry.get("quant_method", "int8"), factory=plant(make))
+    assert broken in failures(quant_method.checks(spec, ops))
+    spec = dataclasses.replace(registry.get("quant_method", "int8"), matches=plant(lambda section: section is None))
+    assert failures(quant_method.checks(spec, ops)) == {"matches_no_checkpoint"}
+
+
+@pytest.mark.parametrize(
     ("op", "bug", "broken"),
     [
         (

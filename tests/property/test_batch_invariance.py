@@ -27,6 +27,9 @@ MODELS = ("llama", "gemma3", "qwen3_moe", "qwen2_moe", "deepseek_v3")
 """Full attention; sliding windows and softcaps; experts; latent attention with grouped routing."""
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K")
 """A Llama whose weights stay in these blocks."""
+MADE = ("llama", "qwen3_moe", "qwen2_moe")
+"""Models whose weights, the experts' too, become blocks while they are loaded: 32 wide everywhere."""
+AT_LOAD = ("int8", "int4")
 SHARED = 24
 """Tokens that prompts may begin with in common."""
 
@@ -39,6 +42,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, in
     for name in MODELS:
         example = registry.get("model", name).example
         made[name] = (make_checkpoint(example, tmp_path_factory.mktemp(name)), int(example["vocab_size"]))
+    wide = {"intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    for name in MADE:
+        example = dict(registry.get("model", name).example)
+        example |= {key: size for key, size in wide.items() if key in example}
+        path = make_checkpoint(example, tmp_path_factory.mktemp(f"{name}-wide"))
+        made |= {f"{name}+{method}": (path, int(example["vocab_size"])) for method in AT_LOAD}
     folder = tmp_path_factory.mktemp("blocks")
     for kind in BLOCKS:
         made[kind] = (write_block_llama(folder / f"{kind}.gguf", kind), 32)
@@ -69,10 +78,17 @@ def prompt(request: dict[str, Any], index: int, vocabulary: int) -> list[int]:
 
 
 async def run(
-    path: Path, dtype: str, drawn: list[dict[str, Any]], vocabulary: int, *, together: bool, schedule: dict[str, Any]
+    path: Path,
+    dtype: str,
+    drawn: list[dict[str, Any]],
+    vocabulary: int,
+    *,
+    together: bool,
+    schedule: dict[str, Any],
+    quantization: str | None = None,
 ) -> list[Completion]:
     config = EngineConfig(
-        model={"ref": str(path), "dtype": dtype, "skip_tokenizer": True},
+        model={"ref": str(path), "dtype": dtype, "skip_tokenizer": True, "quantization": quantization},
         platform={"name": "cpu", "threads": schedule.get("threads", 2)},
         cache={"num_blocks": schedule.get("blocks", 120), "prefix_caching": schedule.get("prefix_caching", True)},
         scheduler={
@@ -120,9 +136,17 @@ SCHEDULES = st.fixed_dictionaries(
 )
 
 
-def compare(path: Path, vocabulary: int, dtype: str, drawn: list[dict[str, Any]], schedule: dict[str, Any]) -> None:
-    alone = anyio.run(partial(run, path, dtype, drawn, vocabulary, together=False, schedule={}))
-    company = anyio.run(partial(run, path, dtype, drawn, vocabulary, together=True, schedule=schedule))
+def compare(
+    path: Path,
+    vocabulary: int,
+    dtype: str,
+    drawn: list[dict[str, Any]],
+    schedule: dict[str, Any],
+    quantization: str | None = None,
+) -> None:
+    one_way = partial(run, path, dtype, drawn, vocabulary, quantization=quantization)
+    alone = anyio.run(partial(one_way, together=False, schedule={}))
+    company = anyio.run(partial(one_way, together=True, schedule=schedule))
     for one, other in zip(alone, company, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
@@ -141,3 +165,17 @@ def test_bits_do_not_depend_on_the_company(
     schedule: dict[str, Any],
 ) -> None:
     compare(*models[name], dtype, drawn, schedule)
+
+
+@pytest.mark.row("ENG-BATCH-INVARIANT", "one request's logprobs are bit-equal alone and in batches")
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(MADE), st.sampled_from(AT_LOAD), st.sampled_from(["float32", "bfloat16"]), REQUESTS, SCHEDULES)
+def test_bits_of_weights_quantised_at_load(
+    models: dict[str, tuple[Path, int]],
+    name: str,
+    method: str,
+    dtype: str,
+    drawn: list[dict[str, Any]],
+    schedule: dict[str, Any],
+) -> None:
+    compare(*models[f"{name}+{method}"], dtype, drawn, schedule, method)

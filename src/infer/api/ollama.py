@@ -146,14 +146,15 @@ def _model(context: ApiContext, name: str) -> dict[str, Any]:
 def _details(context: ApiContext) -> dict[str, Any]:
     model = context.engine.model_config
     family = model.architecture.removesuffix("ForCausalLM").lower()
-    quantization = model.quantization or {}
+    resolved = context.engine.resolved
+    stored = (model.quantization or {}).get("quant_method", resolved.dtype)
     return {
         "parent_model": "",
         "format": model.format,
         "family": family,
         "families": [family],
         "parameter_size": "",
-        "quantization_level": str(quantization.get("quant_method", context.engine.resolved.dtype)),
+        "quantization_level": str(resolved.quantization or stored),
     }
 
 

@@ -35,6 +35,8 @@ class ModelSection(Section):
     expand_quantized: bool | None = None
     """Expand the blocks of a GGUF to the compute dtype also where the platform can multiply with them as they are (with
     activations in int8). None: only when dtype is stated as float32, which asks for exactness."""
+    quantization: str | None = None
+    """Quantise a plain checkpoint's weights while they are loaded: int8, or int4 with the embedding and the head in int8."""
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     """Longest prompt plus output in tokens; None takes the checkpoint's, lowered to what the KV cache can hold."""
     tokenizer: str | None = None

@@ -106,3 +106,5 @@ class ModelFootprint(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: KVLayout
     captures: tuple[CaptureProfile, ...] = ()
     """Artifact fields that the settings turn on, as this model gives them."""
+    notices: tuple[str, ...] = ()
+    """What the operator should know about the form of the weights."""

@@ -70,6 +70,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryPlan
     notices: tuple[str, ...]
     numerics: Numerics = "fast"
+    quantization: str | None = None
+    """Method that quantised plain weights while they were loaded."""
     capture: capture.ResolvedCapture | None = None
     """None: no request can ask for captured rows, and nothing of it exists."""
     kernel_fingerprint: str = ""
@@ -81,7 +83,7 @@ def resolve(
 ) -> ResolvedConfig:
     """Decide. Raises `ConfigError` naming both fields when two settings contradict, or the numbers when memory is short."""
     check_together(config)
-    notices: list[str] = []
+    notices = list(footprint.notices)
     dtype = choose_dtype(config, model, limits)
     if dtype not in limits.dtypes:
         notices.append(f"{limits.name} does not compute {dtype} natively (natively: {', '.join(limits.dtypes)})")
@@ -147,6 +149,7 @@ def resolve(
         memory=plan,
         notices=tuple(notices),
         numerics=choose_numerics(config.numerics.mode, limits),
+        quantization=config.model.quantization,
         capture=_resolve_capture(config, footprint, stores, main_blocks, depth),
         kernel_fingerprint=limits.kernel_fingerprint,
     )
@@ -187,8 +190,9 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, limits: PlatformLimit
 
 def expands_quantized(config: EngineConfig) -> bool:
     """Whether blocks that could stay are expanded."""
-    stated = config.model.expand_quantized
-    return config.model.dtype == "float32" if stated is None else stated
+    model = config.model
+    exact = model.dtype == "float32" and model.quantization is None
+    return exact if model.expand_quantized is None else model.expand_quantized
 
 
 def choose_cache_dtype(config: EngineConfig, dtype: str) -> str:

@@ -138,7 +138,10 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
         token=environment.hub_token,
         progress=progress,
     )
-    model = read_model_config(found.path, found.identity, registry.specs("model"))
+    identity, quantization = found.identity, config.model.quantization
+    if quantization is not None:  # other weights: nothing that was computed with the plain ones may be taken for these
+        identity = f"{identity}+{quantization}"
+    model = read_model_config(found.path, identity, registry.specs("model"))
     tokenizer: Tokenizer = NoTokenizer()
     if not config.model.skip_tokenizer:
         tokenizer = _load_tokenizer(registry, Path(config.model.tokenizer) if config.model.tokenizer else found.path)
@@ -152,6 +155,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
         environment.cache_dir,
         config.capture,
         expand_quantized=expands_quantized(config),
+        quantization=quantization,
     )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class Embedding(Layer):
     """Rows of a [V, N] matrix, optionally scaled. The scale is rounded to the compute dtype first, as Gemma does."""
 
-    takes_blocks = True
-
     def __init__(self, context: BuildContext, vocab_size: int, hidden_size: int, *, scale: float | None = None) -> None:
         self.ops = context.ops
         self.dtype = context.dtype
-        self.weight = Parameter(torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device))
+        self.weight = Parameter(
+            torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device), role="vocabulary"
+        )
         self.scale = None if scale is None else torch.tensor(scale).to(context.dtype).item()
 
     def finalize(self) -> None:

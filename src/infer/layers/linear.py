@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 class Linear(Layer):
     """y = x W^T + b. Parameters: what the quantization method creates ("weight" for plain ones), and "bias"."""
 
-    takes_blocks = True
-
     def __init__(self, context: BuildContext, in_features: int, out_features: int, *, bias: bool = False) -> None:
         self.ops = context.ops
         self.quant = context.quant
         self.storage = context.quant.create(out_features, in_features, context.dtype, context.device)
-        self.slots = {name: Parameter(tensor) for name, tensor in self.storage.items()}
+        self.slots = {
+            name: Parameter(tensor, role="linear" if tuple(tensor.shape) == (out_features, in_features) else None)
+            for name, tensor in self.storage.items()
+        }
         self.blocks: str | None = None
         """Type of the stored blocks that the weight stays in."""
         self.bias = Parameter(torch.empty(out_features, dtype=context.dtype, device=context.device)) if bias else None
@@ -67,8 +68,6 @@ class Linear(Layer):
 class LMHead(Layer):
     """Hidden states to vocabulary logits. Tied: the embedding's own parameter, counted and loaded once."""
 
-    takes_blocks = True
-
     def __init__(
         self, context: BuildContext, vocab_size: int, hidden_size: int, *, tied_to: Embedding | None = None
     ) -> None:
@@ -76,7 +75,9 @@ class LMHead(Layer):
         self.weight = (
             tied_to.weight
             if tied_to is not None
-            else Parameter(torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device))
+            else Parameter(
+                torch.empty(vocab_size, hidden_size, dtype=context.dtype, device=context.device), role="vocabulary"
+            )
         )
 
     def finalize(self) -> None:

@@ -15,7 +15,7 @@ from infer.config.model import RoutedLayer
 from infer.errors import ModelError, UnsupportedModelError
 from infer.layers.mlp import MLP
 from infer.layers.parameter import Layer, Parameter
-from infer.plugins.platform import Routing
+from infer.plugins.platform import ExpertStack, Routing
 
 if TYPE_CHECKING:
     from infer.layers.facts import Facts
@@ -64,32 +64,56 @@ class SparseMoE(Layer):
         """[max tokens of a step, K], any integer dtype: when set, every forward pass writes the choice to its first rows."""
         count, hidden, size = facts.num_experts, facts.hidden_size, facts.intermediate_size
 
-        def slot(*shape: int, dtype: torch.dtype = context.dtype) -> Parameter:
-            return Parameter(torch.empty(*shape, dtype=dtype, device=context.device))
+        def slot(*shape: int, dtype: torch.dtype = context.dtype, unit: int | None = None) -> Parameter:
+            data = torch.empty(*shape, dtype=dtype, device=context.device)
+            return Parameter(data, role=None if unit is None else "experts", unit=unit)
 
         self.router = slot(count, hidden, dtype=torch.float32 if facts.router_fp32 else context.dtype)
         self.score_bias = slot(count, dtype=torch.float32) if facts.score_bias else None
-        self.gate_up = slot(count * 2 * size, hidden)
-        self.down = slot(count * hidden, size)
+        self.gate_up = slot(count * 2 * size, hidden, unit=2 * size)
+        self.down = slot(count * hidden, size, unit=hidden)
         self.shared = shared
         self.shared_gate = slot(1, hidden) if shared_gate else None
 
+    def finalize(self) -> None:
+        """Experts in the platform's order from here on."""
+        self.gate_up.pack(self.ops)
+        self.down.pack(self.ops)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, N] -> [T, N]."""
-        facts = self.facts
-        logits = self.ops.linear(x.float() if facts.router_fp32 else x, self.router.data, None)
+        ops, facts = self.ops, self.facts
+        wide = x
+        if facts.router_fp32:
+            wide = x.float() if ops.widen is None else ops.widen(x)
+        logits = ops.linear(wide, self.router.data, None)
         bias = None if self.score_bias is None else self.score_bias.data
         weights, ids = self.route(logits, facts.routing, bias, self.route_tap)
-        gate_up = self.gate_up.data.view(facts.num_experts, 2 * facts.intermediate_size, facts.hidden_size)
-        down = self.down.data.view(facts.num_experts, facts.hidden_size, facts.intermediate_size)
-        out = self.experts(x, ids, weights, gate_up, down)
+        out = self._chosen(x, ids, weights)
         if self.shared is None:
             return out
+        gate = None if self.shared_gate is None else ops.linear(x, self.shared_gate.data, None)
         shared = self.shared(x)
-        if self.shared_gate is not None:
-            sigmoid = self.ops.sigmoid or torch.sigmoid
-            shared = shared * sigmoid(self.ops.linear(x, self.shared_gate.data, None))
+        if ops.add_shared is not None:
+            return ops.add_shared(out, shared, gate)
+        if gate is not None:
+            shared = shared * (ops.sigmoid or torch.sigmoid)(gate)
         return out + shared
+
+    def _chosen(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The chosen experts of each token, weighted."""
+        gate_up, down, blocks = self.gate_up, self.down, self.ops.blocks
+        if blocks is not None and blocks.moe is not None and (gate_up.blocks or down.blocks):
+            stacks = (ExpertStack(slot.data, slot.blocks) for slot in (gate_up, down))
+            return blocks.moe(x, ids, weights, *stacks)
+        return self.experts(x, ids, weights, _stacked(gate_up), _stacked(down))
+
+
+def _stacked(slot: Parameter) -> Tensor:
+    """[E, rows, columns], or as it was packed."""
+    if slot.data.shape != slot.shape:
+        return slot.data
+    return slot.data.view(-1, slot.unit, slot.shape[1])
 
 
 def read_moe(facts: Facts, *, size_key: str, num_experts: int, top_k: int, renormalize: bool) -> MoEFacts:

@@ -5,7 +5,8 @@ Built and filled on the worker thread; a `Parameter` owns its tensor, a `Layer` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,11 @@ from infer.errors import WeightError
 
 if TYPE_CHECKING:
     from infer.plugins.platform import Ops
+    from infer.plugins.quant_method import WeightRole
 
+CONVERTED = 1 << 14
+"""Elements that are converted at a time while a tensor is loaded: they stay in the cache, and torch does not call its threads
+for so few, which would wait for each other many thousand times."""
 ADOPT_BYTES = 32 * 2**20
 """Tensors of this size are taken over instead of copied. Smaller ones are copied into the slot, which was allocated with
 all others: keeping them would leave holes in the heap (malloc maps only allocations above 32 MiB for sure), and those
@@ -25,16 +30,24 @@ cost more than the copy."""
 class Parameter:
     """A slot for one weight: knows its shape and dtype from the start, and remembers which rows have been filled."""
 
-    __slots__ = ("_filled", "blocks", "data", "packed", "shape")
+    __slots__ = ("_filled", "blocks", "convert", "data", "in_flight", "packed", "role", "shape", "unit")
 
-    def __init__(self, data: Tensor) -> None:
+    def __init__(self, data: Tensor, *, role: WeightRole | None = None, unit: int | None = None) -> None:
         """`data` is uninitialised storage of the final shape (on the meta device while planning)."""
         self.data = data
+        self.role = role
+        """Of a weight that may be quantised; None: it stays as it is."""
+        self.unit = len(data) if unit is None else unit
+        """Rows that are used together, those of one expert: what is packed side by side never crosses them."""
         self.shape = tuple(data.shape)
         """Of the weight, however it is stored."""
         self.blocks: str | None = None
         """Block type, where the weight stays quantised as in its GGUF: then `data` is uint8."""
         self.packed = False
+        self.convert: Callable[[Tensor], Tensor] | None = None
+        """Makes rows of `data` out of rows as the checkpoint stores them."""
+        self.in_flight: int | None = None
+        """Bytes that are there beside `data` at most while it is loaded; None: those of one unit, before or after packing."""
         self._filled: list[tuple[int, int]] = []
 
     def keep_blocks(self, kind: str, row_bytes: int) -> None:
@@ -48,20 +61,40 @@ class Parameter:
             return
         self.packed = True
         if self.blocks is not None and ops.blocks is not None:
-            self.data = moved_into(self.data, ops.blocks.pack(self.data, self.blocks))
+            pack, kind = ops.blocks.pack, self.blocks
+            self._pack(lambda stored: pack(stored, kind))
         elif ops.pack is not None:
-            self.data = moved_into(self.data, ops.pack(self.data))
+            self._pack(ops.pack)
+
+    def _pack(self, pack: Callable[[Tensor], Tensor]) -> None:
+        """One unit at a time, so that only one is there twice."""
+        count = self.shape[0] // self.unit
+        if count == 1 or self.data.is_meta:
+            self.data = moved_into(self.data, pack(self.data))
+            return
+        units = [self.data[start : start + self.unit] for start in range(0, self.shape[0], self.unit)]
+        made = [moved_into(unit, pack(unit)) for unit in units]
+        shape = (count * made[0].shape[0], *made[0].shape[1:])
+        in_place = all(new.data_ptr() == old.data_ptr() for new, old in zip(made, units, strict=True))
+        self.data = self.data.view(shape) if in_place else torch.cat(made)
 
     def load(self, tensor: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill all rows, or rows[0] .. rows[1]. A large tensor that is the whole slot is adopted."""
         start, stop = rows if rows is not None else (0, self.shape[0])
-        expected = (stop - start, *self.data.shape[1:])
+        expected = (stop - start, *(self.data if self.convert is None else self).shape[1:])
         if tuple(tensor.shape) != expected:
             raise WeightError(f"shape {tuple(tensor.shape)} does not fit {expected}")
         for first, last in self._filled:
             if start < last and first < stop:
                 raise WeightError(f"rows {start}..{stop} overlap rows {first}..{last}, which were filled before")
         self._filled.append((start, stop))
+        if self.convert is not None:
+            step = max(1, CONVERTED // max(1, math.prod(expected[1:])))
+            with torch.no_grad():
+                for row in range(0, stop - start, step):
+                    made = self.convert(tensor[row : row + step])
+                    self.data[start + row : start + row + len(made)] = made
+            return
         same_kind = tensor.dtype == self.data.dtype and tensor.device == self.data.device
         large = tensor.numel() * tensor.element_size() >= ADOPT_BYTES
         if large and expected == tuple(self.data.shape) and same_kind and tensor.is_contiguous():
@@ -83,9 +116,6 @@ def moved_into(old: Tensor, new: Tensor) -> Tensor:
 
 class Layer:
     """Base of everything that holds parameters. Deliberately not `nn.Module`: no hooks, no modes, no state dict."""
-
-    takes_blocks = False
-    """Whether its weight may stay in the blocks of a GGUF (`Parameter.keep_blocks`)."""
 
     def children(self) -> Iterator[tuple[str, Parameter | Layer]]:
         """Direct parts as (name relative to this layer, part), lists expanded as "name.0", "name.1", ..."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         AttentionMetadata,
         BlockFormat,
         BlockOps,
+        ExpertStack,
         Ops,
         Platform,
         PlatformSpec,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         Routing,
         SupportsWorkspace,
     )
-    from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
+    from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec
     from infer.plugins.registry import Entry, Registry
     from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsExpiry, SupportsRead
     from infer.plugins.tokenizer import DecodeStream, SupportsTokenBytes, Tokenizer, TokenizerSpec
@@ -62,6 +63,7 @@ _HOMES = {
         "AttentionMetadata",
         "BlockFormat",
         "BlockOps",
+        "ExpertStack",
         "Ops",
         "Platform",
         "PlatformSpec",
@@ -69,7 +71,7 @@ _HOMES = {
         "Routing",
         "SupportsWorkspace",
     ),
-    "quant_method": ("QuantMethod", "QuantMethodSpec"),
+    "quant_method": ("LoadTimeMethod", "QuantMethod", "QuantMethodSpec"),
     "registry": ("Entry", "Registry"),
     "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsExpiry", "SupportsRead"),
     "tokenizer": ("DecodeStream", "SupportsTokenBytes", "Tokenizer", "TokenizerSpec"),
@@ -85,6 +87,7 @@ __all__ = [
     "CausalLM",
     "DecodeStream",
     "Entry",
+    "ExpertStack",
     "ExternalMatch",
     "ForwardBatch",
     "GGUFNames",
@@ -93,6 +96,7 @@ __all__ = [
     "GrammarSource",
     "GrammarSpec",
     "KVConnectorSpec",
+    "LoadTimeMethod",
     "Matcher",
     "ModelSource",
     "ModelSourceSpec",

@@ -88,6 +88,15 @@ class BlockFormat:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """A stack of experts' weights: [E * rows, columns], or what a `pack` made of it."""
+
+    data: Tensor
+    kind: str | None
+    """Block type; None: floating point."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOps:
     """Products with weights that stay in the blocks of a GGUF. `kind` is a key of `formats`."""
@@ -101,6 +110,9 @@ class BlockOps:
     """(ids [T] int64, packed, kind, I, dtype) -> those rows of the weight, dequantised [T, I]."""
     linear: Callable[[Tensor, Tensor, str, Tensor | None, torch.dtype], Tensor]
     """(x [T, I], packed, kind, bias [N] or None, dtype) -> [T, N] in dtype. x may be quantised on the way, row by row."""
+    moe: Callable[[Tensor, Tensor, Tensor, ExpertStack, ExpertStack], Tensor] | None = None
+    """(x [T, N], ids [T, K], weights [T, K], gate_up, down) -> [T, N], as `Ops.moe` with experts of which at least one of
+    the two stacks is in blocks. None: experts are dequantised when they are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +148,14 @@ class Ops:
     """(x, residual, weight, eps) -> (rms_norm(x + residual), x + residual)."""
     topk_router: Callable[[Tensor, Routing, Tensor | None, Tensor | None], tuple[Tensor, Tensor]] | None = None
     """(logits [T, E], rule, bias [E] fp32 or None, tap [T or more, K] or None) -> (weights [T, K] fp32, ids [T, K] int64).
-    The bias counts for the choice, not for the weights. ids descend by the score that chose them: the router's order.
+    The bias counts for the choice, not for the weights. ids descend by the score that chose them: the router's order; of
+    equal scores the lower id comes first.
     A tap is a caller's buffer of any integer dtype: its first T rows become the ids, the others keep what they hold.
     Required of platforms that run mixture-of-experts models, like `moe`."""
     moe: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """(x [T, N], ids [T, K] int64, weights [T, K] fp32, gate_up [E, 2I, N]: gate then up, down [E, N, I]) -> [T, N]:
     the sum over K of weight * down(silu(gate x) * up x), added up in fp32 in the order of ids. Experts that no token
-    chose are not read."""
+    chose are not read. A stack may also be what `pack` made of each expert's matrix, one after the other."""
 
     rotary_angles: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
     """(positions [T] int64, frequencies [R] fp32, factor) -> factor * cos and factor * sin of their products, fp32 [T, R]."""
@@ -157,6 +170,11 @@ class Ops:
     sigmoid: Callable[[Tensor], Tensor] | None = None
     """Of each element, in x's dtype; without it torch's, whose last bit depends on an element's place in the tensor."""
     tanh: Callable[[Tensor], Tensor] | None = None
+    widen: Callable[[Tensor], Tensor] | None = None
+    """x in fp32."""
+    add_shared: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    """(x [T, N], shared [T, N], gate [T, 1] or None) -> x + shared, or x + shared * sigmoid(gate), rounded to x's dtype after
+    each operation."""
     blocks: BlockOps | None = None
     """Products with a GGUF's own blocks; without it they are dequantised when they are read."""
 

@@ -1,9 +1,11 @@
-"""Contract of a weight quantization method (hook `infer_quant_methods`): how a linear layer stores and applies its weight."""
+"""Contract of a weight quantization method (hook `infer_quant_methods`): how a linear layer stores and applies its weight,
+or how plain weights become blocks while they are loaded. Called on the worker thread.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from infer.plugins.platform import Ops
 
 API_VERSION = 1
+WeightRole = Literal["linear", "experts", "vocabulary"]
+"""What a weight that may be quantised is for: a linear layer, the experts of a sparse block, or the embedding and the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +23,18 @@ class QuantMethodSpec:
     name: str
     api: int
     factory: str
-    """"module:attr", called as `factory(section: dict | None) -> QuantMethod`."""
+    """"module:attr", called as `factory(section: dict | None) -> QuantMethod`; of a method with `at_load` as
+    `factory(None) -> LoadTimeMethod`."""
     matches: str
-    """"module:attr", called with the checkpoint's quantization section (or None), returns bool."""
+    """"module:attr", called with the checkpoint's quantization section (or None), returns bool; of a method with `at_load`
+    always False: it is chosen by its name in model.quantization."""
     dtypes: tuple[str, ...]
     """Activation dtypes it works with."""
     example: dict[str, Any]
-    """{"section": ..., "shape": [N, I], "tolerance": relative error of dequantize against the original}."""
+    """{"section": ..., "shape": [N, I], "tolerance": relative error of dequantize against the original}. With `at_load`
+    "tolerance" bounds the relative root-mean-square error of normally distributed weights, for the coarsest role."""
+    at_load: bool = False
+    """It makes blocks of the plain weights of any checkpoint while they are loaded."""
 
 
 class QuantMethod(Protocol):
@@ -49,4 +58,19 @@ class QuantMethod(Protocol):
 
     def dequantize(self, storage: dict[str, Tensor]) -> Tensor:
         """-> [out, in] in floating point; the oracle of `apply`."""
+        ...
+
+
+class LoadTimeMethod(Protocol):
+    """Turns plain weights into blocks as GGML stores them, one piece of a tensor at a time."""
+
+    name: str
+
+    def block_type(self, role: WeightRole) -> str | None:
+        """GGML's name of the block type that weights of this role become ("Q8_0"); None: they stay plain."""
+        ...
+
+    def encode(self, rows: Tensor, block_type: str) -> Tensor:
+        """rows [n, I] in floating point, I a multiple of the block -> uint8 [n, bytes of a row], in GGML's layout. Every row
+        by itself: how a tensor is cut does not change its blocks. Raises `WeightError` for numbers that are not finite."""
         ...

@@ -65,9 +65,14 @@ def parameter_bytes(model: CausalLM) -> int:
 
 
 def largest_parameter_bytes(model: CausalLM) -> int:
-    """Bytes of the largest parameter: the transient of loading, while source and slot exist at once."""
-    parameters = named_parameters(cast(Layer, model)).values()
-    return max((p.data.numel() * p.data.element_size() for p in parameters), default=0)
+    """The transient of loading: the most bytes of one weight, or one expert's, that exist beside its slot at a time."""
+
+    def transient(parameter: Parameter) -> int:
+        if parameter.in_flight is not None:
+            return parameter.in_flight
+        return parameter.data.nbytes * parameter.unit // max(1, len(parameter.data))
+
+    return max(map(transient, named_parameters(cast(Layer, model)).values()), default=0)
 
 
 def _owner(path: str) -> str:
@@ -75,9 +80,10 @@ def _owner(path: str) -> str:
 
 
 def _fill(name: str, parameter: Parameter, rows: tuple[int, int] | None, checkpoint: Checkpoint) -> None:
-    # A shard is read in the slot's dtype; packed integers come as stored.
-    dtype = parameter.data.dtype if parameter.data.is_floating_point() else None
-    tensor = checkpoint.read(name, dtype) if parameter.blocks is None else checkpoint.read_blocks(name)
+    # A shard is read in the slot's dtype; packed integers, and what is converted here, come as stored.
+    dtype = parameter.data.dtype if parameter.convert is None and parameter.data.is_floating_point() else None
+    stored = parameter.blocks is not None and parameter.convert is None
+    tensor = checkpoint.read_blocks(name) if stored else checkpoint.read(name, dtype)
     try:
         parameter.load(tensor, rows)
     except WeightError as error:

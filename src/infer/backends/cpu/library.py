@@ -27,7 +27,17 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "infer_angles": (None, [c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int64]),
     "infer_write_kv": (None, [c_int, *[c_void_p] * 3, *[c_int64] * 3]),
     "infer_attention": (None, [c_void_p, c_int, c_void_p]),
-    "infer_moe": (None, [c_void_p, c_int, *[c_void_p] * 7, *[c_int64] * 5]),
+    "infer_moe_work": (c_int64, [c_void_p, c_int, c_int, c_int, *[c_int64] * 4]),
+    "infer_moe": (
+        None,
+        [c_void_p, c_int, *[c_void_p] * 4, c_int, c_void_p, c_int, c_void_p, c_void_p, *[c_int64] * 5],
+    ),
+    "infer_route": (
+        None,
+        [c_void_p, c_int, *[c_void_p] * 5, *[c_int64] * 5, c_int, c_int, c_int64, c_int64, c_int, c_float],
+    ),
+    "infer_widen": (None, [c_void_p, c_void_p, c_int64]),
+    "infer_add_shared": (None, [c_int, *[c_void_p] * 4, c_int64, c_int64]),
 }
 
 

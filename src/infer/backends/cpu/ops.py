@@ -6,29 +6,24 @@ Called on the worker thread. Every result is independent of what else is in the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from infer.backends.cpu.block_formats import BLOCK_FORMATS, BLOCK_KINDS
+from infer.backends.cpu.dtypes import DTYPES, LANES, PACKED_DIM
+from infer.backends.cpu.dtypes import dtype_number as _dtype
+from infer.backends.cpu.experts import NativeExperts
 from infer.backends.cpu.library import AttentionArgs, Library
 from infer.backends.reference import kv
-from infer.backends.reference.moe import topk_router
 from infer.backends.reference.scratch import Scratch
 from infer.plugins.platform import AttentionMetadata, BlockOps, Ops
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-LANES = 16
-"""Rows of a weight that lie side by side when it is packed."""
-PACKED_DIM = 4
-"""A packed weight has the shape [N / 16, I / P, 16, P]; see csrc/packed.h."""
 
 
 def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
     """The table over one library and its threads; large results lie in `scratch`."""
-    native = NativeOps(library, scratch or Scratch())
+    scratch = scratch or Scratch()
+    native, experts = NativeOps(library, scratch), NativeExperts(library, scratch)
     return Ops(
         embedding=native.embedding,
         linear=native.linear,
@@ -40,20 +35,23 @@ def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
         attention=native.attention,
         gather_rows=kv.gather_rows,
         add_rms_norm=native.add_rms_norm,
-        topk_router=partial(topk_router, sigmoid=native.sigmoid),
-        moe=native.moe,
+        topk_router=experts.route,
+        moe=experts.moe,
         pack=pack,
         unpack=unpack,
         head_logits=native.head_logits,
         rotary_angles=native.rotary_angles,
         sigmoid=native.sigmoid,
         tanh=native.tanh,
+        widen=experts.widen,
+        add_shared=experts.add_shared,
         blocks=BlockOps(
             formats=BLOCK_FORMATS,
             row_multiple=LANES,
             pack=native.pack_blocks,
             rows=native.block_rows,
             linear=native.block_linear,
+            moe=experts.block_moe,
         ),
     )
 
@@ -334,48 +332,6 @@ class NativeOps:
         )
         self._call.infer_attention(self._library.pool, _dtype(q, k_cache, v_cache), ctypes.addressof(args))
         return out.to(dtype)
-
-    def moe(self, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        x, ids, weights = self._dense(x), ids.contiguous(), weights.float().contiguous()
-        gate_up, down = gate_up.contiguous(), down.contiguous()
-        (tokens, top_k), size, inner = ids.shape, x.shape[1], gate_up.shape[1] // 2
-        out = self._new(x.dtype, tokens, size)
-        work = self._new(x.dtype, tokens * top_k, 3 * inner + size)
-        if self._dry:
-            return out
-        self._call.infer_moe(
-            self._library.pool,
-            _dtype(x, gate_up, down),
-            x.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
-            gate_up.data_ptr(),
-            down.data_ptr(),
-            out.data_ptr(),
-            work.data_ptr(),
-            tokens,
-            top_k,
-            gate_up.shape[0],
-            size,
-            inner,
-        )
-        return out
-
-
-def _dtype(*tensors: Tensor) -> int:
-    """The library's number of the one dtype that all of them have."""
-    first = tensors[0].dtype
-    kind = DTYPES.get(first)
-    for tensor in tensors[1:]:  # a plain loop: this runs a few hundred times a step
-        if tensor.dtype is not first:
-            kind = None
-    if kind is None:
-        raise TypeError(f"native kernels take float32 or bfloat16, all of one kind, not {_names(tensors)}")
-    return kind
-
-
-def _names(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
 
 
 def _side_by_side(q: Tensor, k: Tensor) -> Tensor | None:

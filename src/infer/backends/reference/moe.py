@@ -29,14 +29,14 @@ def topk_router(
     """(logits [T, E], rule, bias [E] or None, tap) -> (weights [T, K] fp32, ids [T, K]); see `plugins.platform.Ops`."""
     logits = logits.float()
     if rule.scoring == "top_k_softmax":
-        chosen, ids = logits.topk(rule.top_k, dim=-1)
+        chosen, ids = largest(logits, rule.top_k)
         weights = chosen.softmax(-1)
     else:
         scores = logits.softmax(-1) if rule.scoring == "softmax" else sigmoid(logits)
         ranking = scores if bias is None else scores + bias
         if rule.num_groups > 1:
             ranking = _within_best_groups(ranking, rule)
-        ids = ranking.topk(rule.top_k, dim=-1).indices
+        ids = largest(ranking, rule.top_k)[1]
         weights = scores.gather(1, ids)
     if rule.renormalize:
         weights = weights / (_row_sums(weights) + SMALLEST_SUM)
@@ -45,6 +45,12 @@ def topk_router(
     if tap is not None:
         tap[: ids.shape[0]].copy_(ids)
     return weights, ids
+
+
+def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """[T, E] -> values and ids [T, count], descending; of equal ones the lower id first, which topk leaves to chance."""
+    values, ids = scores.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], ids[:, :count]
 
 
 def _row_sums(weights: Tensor) -> Tensor:
@@ -59,7 +65,7 @@ def _within_best_groups(ranking: Tensor, rule: Routing) -> Tensor:
     """Scores [T, E] with -inf outside of each token's best groups."""
     grouped = ranking.view(ranking.shape[0], rule.num_groups, ranking.shape[1] // rule.num_groups)
     best = grouped.amax(-1) if rule.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-    groups = best.topk(rule.top_groups, dim=-1).indices
+    groups = largest(best, rule.top_groups)[1]
     outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, False)
     return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(1)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,8 +32,9 @@ from infer.plugins.artifact_field import TapFacts
 from infer.plugins.model import BuildContext, CausalLM, ModelSpec
 from infer.plugins.model_source import ProgressCallback
 from infer.plugins.platform import Ops, Platform, SupportsWorkspace
-from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
+from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec
 from infer.plugins.registry import Registry
+from infer.weights.at_load import quantize_at_load
 from infer.weights.blocks import keep_stored_blocks
 from infer.weights.loader import load_weights, parameter_bytes
 from infer.weights.opening import open_checkpoint
@@ -54,8 +56,10 @@ class WorkerBuilder:
         capture: CaptureSection | None = None,
         *,
         expand_quantized: bool = False,
+        quantization: str | None = None,
     ) -> None:
-        """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels.
+        """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels. `quantization` names the
+        method that makes blocks of plain weights.
 
         Raises `ConfigError`, `UnsupportedModelError` or `PluginError`.
         """
@@ -65,6 +69,7 @@ class WorkerBuilder:
         self._expand = expand_quantized
         self._model_spec = choose_model(registry, model.architecture)
         self._quant_spec = choose_quant_method(registry, model)
+        self._at_load = None if quantization is None else choose_load_time_method(registry, model, quantization)
         self._platform = open_platform(registry, platform, threads, cache_dir)
 
     def limits(self) -> PlatformLimits:
@@ -74,21 +79,24 @@ class WorkerBuilder:
     def footprint(self, dtype: str, cache_dtype: str, bounds: StepBounds) -> ModelFootprint:
         """What the model will occupy in this compute dtype. Nothing is allocated and no weight file is opened."""
         kv_dtype = tensor_dtype(cache_dtype)
-        if dtype not in self._quant_spec.dtypes:
-            raise ConfigError(
-                f"model.dtype={dtype}: the checkpoint's quantization {self._quant_spec.name!r} computes in "
-                f"{', '.join(self._quant_spec.dtypes)}; choose one of these",
-                fields=("model.dtype",),
-            )
-        return measure_footprint(
+        for spec in (self._quant_spec, self._at_load):
+            if spec is not None and dtype not in spec.dtypes:
+                raise ConfigError(
+                    f"model.dtype={dtype}: the quantization {spec.name!r} computes in {', '.join(spec.dtypes)}; choose one "
+                    "of these",
+                    fields=("model.dtype",),
+                )
+        notices: list[str] = []
+        footprint = measure_footprint(
             lambda ops, device: self._create_model(ops, dtype, device),
             self._config.vocab_size,
             bounds,
             self._platform.planning_ops if isinstance(self._platform, SupportsWorkspace) else None,
             kv_dtype,
             lambda model: tuple(captured.profile for captured in self._captured_fields(model, dtype)[1]),
-            self._keep_blocks,
+            lambda model: notices.extend(self._keep_blocks(model)),
         )
+        return msgspec.structs.replace(footprint, notices=tuple(dict.fromkeys(notices)))
 
     def build(
         self,
@@ -131,11 +139,17 @@ class WorkerBuilder:
     def _captured_fields(self, model: CausalLM, dtype: str) -> tuple[TapFacts, tuple[CapturedField, ...]]:
         return captured_fields(self._registry, self._capture, model, self._config, dtype)
 
-    def _keep_blocks(self, model: CausalLM) -> None:
-        """Weights that the platform multiplies with as a GGUF stores them stay so."""
-        blocks = self._platform.ops.blocks
-        if blocks is not None and self._config.stored_types and not self._expand:
+    def _keep_blocks(self, model: CausalLM) -> list[str]:
+        """Weights take the form they live in: blocks of a GGUF that the platform multiplies with, or blocks that are made
+        while loading -> what the operator should know."""
+        blocks = None if self._expand else self._platform.ops.blocks
+        if self._at_load is not None:
+            method: LoadTimeMethod = self._registry.create("quant_method", self._at_load.name, None)
+            made = quantize_at_load(model, method, blocks, tensor_dtype(self._config.dtype))
+            return made.notices(method.name, self._platform.name)
+        if blocks is not None and self._config.stored_types:
             keep_stored_blocks(model, self._config.stored_types, blocks)
+        return []
 
     def _create_model(self, ops: Ops, dtype: str, device: torch.device) -> CausalLM:
         quant: QuantMethod = self._registry.create("quant_method", self._quant_spec.name, self._config.quantization)
@@ -158,7 +172,7 @@ def choose_model(registry: Registry, architecture: str) -> ModelSpec:
 
 def choose_quant_method(registry: Registry, model: ModelConfig) -> QuantMethodSpec:
     """The one method that answers for the checkpoint's quantization section."""
-    specs = registry.specs("quant_method")
+    specs = [spec for spec in registry.specs("quant_method") if not spec.at_load]
     found = [s for s in specs if registry.create("quant_method", s.name, model.quantization, field="matches")]
     if len(found) == 1:
         return found[0]
@@ -171,6 +185,25 @@ def choose_quant_method(registry: Registry, model: ModelConfig) -> QuantMethodSp
         f"{model.path} is quantized as {model.quantization!r:.200}, which no quantization plugin handles; "
         f"installed are {names or 'none'}"
     )
+
+
+def choose_load_time_method(registry: Registry, model: ModelConfig, name: str) -> QuantMethodSpec:
+    """The method of that name. Raises `ConfigError` when there is none, or nothing plain to quantise."""
+    known = {spec.name: spec for spec in registry.specs("quant_method") if spec.at_load}
+    if name not in known:
+        raise ConfigError(
+            f"model.quantization={name!r} is unknown; weights can be quantised while they are loaded to "
+            f"{', '.join(sorted(known)) or 'nothing'}",
+            fields=("model.quantization",),
+        )
+    if model.quantization is not None:
+        types = ", ".join(sorted(set(model.stored_types.values()))) or model.quantization.get("quant_method")
+        raise ConfigError(
+            f"model.quantization={name}: {model.path} is quantised already ({types}); leave the setting out, or take a "
+            "checkpoint with plain weights",
+            fields=("model.quantization",),
+        )
+    return known[name]
 
 
 def allocate_kv(layout: KVLayout, resolved: ResolvedConfig, device: torch.device) -> KVTensors:

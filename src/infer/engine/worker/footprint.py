@@ -32,7 +32,7 @@ def measure_footprint(
     planning_ops: Callable[[], PlanningOps] | None = None,
     kv_dtype: torch.dtype = torch.float32,
     captures: Callable[[CausalLM], tuple[CaptureProfile, ...]] = lambda model: (),
-    store: Callable[[CausalLM], None] = lambda model: None,
+    store: Callable[[CausalLM], object] = lambda model: None,
 ) -> ModelFootprint:
     """`build` makes the model with the given ops on the given device -> the model's footprint. `planning_ops` is the
     platform's (`plugins.platform.SupportsWorkspace`), `captures` says what is captured from the model, `store` gives

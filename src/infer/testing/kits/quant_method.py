@@ -1,4 +1,5 @@
-"""Conformance of a weight quantization method: its storage, its product against its own dequantised weight, its facts.
+"""Conformance of a weight quantization method: its storage, its product against its own dequantised weight, its facts. Of one
+that makes blocks while weights are loaded: the error of its blocks, and that every row stands by itself.
 
 On the calling thread, in plain torch with the reference operations; owns nothing.
 """
@@ -12,15 +13,23 @@ import torch
 from torch import Tensor
 
 from infer.plugins.platform import Ops
-from infer.plugins.quant_method import QuantMethod, QuantMethodSpec
+from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec, WeightRole
 from infer.testing.kits import Check, expect, load
+from infer.weights.gguf_dequant import DECODERS, dequantize
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Relative to the largest output: rounding of the activations' dtype."""
+ROLES: tuple[WeightRole, ...] = ("linear", "experts", "vocabulary")
 
 
 def checks(spec: QuantMethodSpec, ops: Ops) -> Iterator[Check]:
     """`ops` are a correct platform's, usually the reference's."""
+    if spec.at_load:
+        yield Check("matches_no_checkpoint", partial(_matches_none, spec))
+        for role in ROLES:
+            yield Check(f"blocks[{role}]", partial(_blocks, spec, role))
+            yield Check(f"rows_stand_alone[{role}]", partial(_rows_alone, spec, role))
+        return
     yield Check("matches_its_own_section", partial(_matches, spec))
     yield Check("creates_nothing_on_meta", partial(_meta, spec))
     for name in spec.dtypes:
@@ -56,6 +65,43 @@ def _matches(spec: QuantMethodSpec) -> None:
     expect(matches(spec.example["section"]) is True, "matches() is not True for the example's section")
     stranger = {"quant_method": "no-such-method"}
     expect(matches(stranger) is False, f"matches({stranger}) is not False")
+
+
+def _matches_none(spec: QuantMethodSpec) -> None:
+    matches = load(spec, "matches")
+    for section in (None, spec.example["section"], {"quant_method": spec.name}):
+        expect(matches(section) is False, f"matches({section}) is not False, and the method is for plain checkpoints")
+
+
+def _drawn(spec: QuantMethodSpec, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*spec.example["shape"], generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _blocks(spec: QuantMethodSpec, role: WeightRole) -> None:
+    method: LoadTimeMethod = load(spec)(None)
+    kind = method.block_type(role)
+    if kind is None:
+        return
+    expect(kind in DECODERS, f"block_type({role!r}) is {kind!r}, which nobody reads")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = _drawn(spec, dtype)
+        blocks = method.encode(rows, kind)
+        expect(
+            blocks.dtype == torch.uint8 and len(blocks) == len(rows), f"encode() gives {blocks.dtype} {blocks.shape}"
+        )
+        numbers = dequantize(blocks.reshape(-1), kind).view(rows.shape).double()
+        error = ((numbers - rows.double()).square().mean() / rows.double().square().mean()).sqrt().item()
+        expect(error <= spec.example["tolerance"], f"{kind} blocks of {dtype} are off by {error:.2e} of their size")
+
+
+def _rows_alone(spec: QuantMethodSpec, role: WeightRole) -> None:
+    method: LoadTimeMethod = load(spec)(None)
+    kind = method.block_type(role)
+    if kind is None:
+        return
+    rows = _drawn(spec, torch.float32)
+    alone = torch.cat([method.encode(row[None], kind) for row in rows])
+    expect(torch.equal(alone, method.encode(rows, kind)), "the blocks of a row depend on the rows beside it")
 
 
 def _meta(spec: QuantMethodSpec) -> None:

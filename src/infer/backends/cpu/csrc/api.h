@@ -51,8 +51,27 @@ struct AttentionArgs {
 };
 void infer_attention(void* pool, int dtype, const AttentionArgs* args);
 
-// ids [T, K], weights [T, K] -> y [T, N]; gate_up [E, 2I, N], down [E, N, I]; work: T * K * (3I + N) elements.
-void infer_moe(void* pool, int dtype, const void* x, const int64_t* ids, const float* weights, const void* gate_up,
-               const void* down, void* y, void* work, int64_t tokens, int64_t top_k, int64_t experts, int64_t n,
+// How a stack of experts' weights lies: a block kind (0 and up), or one of these.
+enum ExpertForm { PACKED = -1, PLAIN = -2 };
+
+// Bytes of `work`.
+int64_t infer_moe_work(void* pool, int dtype, int up_form, int down_form, int64_t tokens, int64_t top_k, int64_t n,
+                       int64_t inner);
+// ids [T, K], weights [T, K] -> y [T, N]; gate_up [E * 2I, N], down [E * N, I].
+void infer_moe(void* pool, int dtype, const void* x, const int64_t* ids, const float* weights, const void* gate_up, int up_form,
+               const void* down, int down_form, void* y, void* work, int64_t tokens, int64_t top_k, int64_t experts, int64_t n,
                int64_t inner);
+
+enum Scoring { SOFTMAX = 0, TOP_K_SOFTMAX = 1, SIGMOID = 2 };
+enum GroupScore { GROUP_MAX = 0, TOP2_SUM = 1 };
+
+// logits [T, E], bias [E] or null -> weights [T, K], ids [T, K], and the ids in the tap if there is one: so many bytes an id,
+// and from one token's to the next's.
+void infer_route(void* pool, int dtype, const void* logits, const float* bias, float* weights, int64_t* ids, void* tap,
+                 int64_t tap_size, int64_t tap_stride, int64_t tokens, int64_t experts, int64_t top_k, int scoring,
+                 int renormalize, int64_t groups, int64_t top_groups, int group_score, float scale);
+// bf16 to fp32.
+void infer_widen(const void* x, float* y, int64_t count);
+// y = x + shared, or x + shared * sigmoid(gate) with one gate [T] per token.
+void infer_add_shared(int dtype, const void* x, const void* shared, const void* gate, void* y, int64_t tokens, int64_t n);
 }
