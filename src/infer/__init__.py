@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WeightError,
     )
-    from infer.options import RepetitionDetection
+    from infer.options import BeamSearch, NamedProcessor, RepetitionDetection
     from infer.structured import StructuredOutput
     from infer.types import CapturedRows, Choice, Completion, Delta, RequestTimings, SamplingParams, TokenLogprob, Usage
 
@@ -52,6 +52,7 @@ __all__ = [
     "ArtifactError",
     "ArtifactFieldMissingError",
     "ArtifactRefusedError",
+    "BeamSearch",
     "CapturedBlockMissingError",
     "CapturedRows",
     "Choice",
@@ -68,6 +69,7 @@ __all__ = [
     "InferError",
     "InvalidRequestError",
     "ModelError",
+    "NamedProcessor",
     "PluginConflictError",
     "PluginContractError",
     "PluginError",
@@ -98,7 +100,7 @@ def _home(name: str) -> str:
         return "infer.engine.engine"
     if name == "EngineConfig":
         return "infer.config.engine"
-    if name in ("RepetitionDetection",):
+    if name in ("BeamSearch", "NamedProcessor", "RepetitionDetection"):
         return "infer.options"
     if name == "StructuredOutput":
         return "infer.structured"

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from infer.errors import InvalidRequestError, shown
-from infer.options import RepetitionDetection
+from infer.options import (
+    BEAM_FIELDS,
+    MAX_PROCESSORS,
+    BeamSearch,
+    LogitsFunction,
+    NamedProcessor,
+    RepetitionDetection,
+    as_processors,
+)
 from infer.structured import StructuredOutput
 
 if TYPE_CHECKING:
@@ -42,8 +50,8 @@ class SamplingParams(BaseModel):
 
     Fields left unset take the checkpoint's `generation_config.json` default where it has one, then the value
     written here; `Completion.sampling` says what was used. Logits are processed in this order: structured_output and
-    thinking_budget, allowed_token_ids, bad_words, logit_bias, min_tokens, repetition, frequency and presence penalties,
-    temperature, top_k, top_p, min_p.
+    thinking_budget, allowed_token_ids, bad_words, logit_bias, min_tokens, logits_processors, repetition, frequency and
+    presence penalties, temperature, top_k, top_p, min_p.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,6 +91,11 @@ class SamplingParams(BaseModel):
     )
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     bad_words: Annotated[tuple[str, ...], Field(max_length=MAX_LISTED, fail_fast=True)] = ()
+    logits_processors: Annotated[
+        tuple[NamedProcessor | LogitsFunction, ...], Field(max_length=MAX_PROCESSORS), BeforeValidator(as_processors)
+    ] = ()
+    """Further edits of the logits, in this order: a plugin's by its name (`NamedProcessor`, or text), or a function of this
+    program's, which every request waits for. One that raises fails its request."""
     logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
     """None: none. k: the chosen token's logprob and the k best alternatives."""
     prompt_logprobs: Annotated[int, Field(ge=0, strict=True)] | None = None
@@ -109,6 +122,10 @@ class SamplingParams(BaseModel):
     captured_as: Literal["rows", "keys"] = "rows"
     """keys: of the captured rows that are returned, those of complete blocks are named by their keys in capture.store_dir, for
     `infer.artifacts.rebuild_rows` in any process."""
+    beam: BeamSearch | None = None
+    """Search the likeliest answers instead of sampling: choices come best first, at most `n`, with their `Choice.beam_score`, and
+    their log-probabilities are those that the search summed. Of the other parameters only stop ids, ignore_eos, include_stop,
+    max_tokens, logit_bias, allowed_token_ids, bad_words and repetition_penalty apply; it cannot be streamed."""
     n: Annotated[int, Field(ge=1, le=1024, strict=True)] = 1
     """Answers to one prompt, which is computed once. Greedy ones (temperature 0) are all equal."""
 
@@ -129,6 +146,7 @@ class SamplingParams(BaseModel):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: no token could be sampled")
         self._check_forced()
+        self._check_beam()
         if any(not word for word in self.bad_words):
             raise ValueError("bad_words holds an empty string")
         for word in self.bad_words:
@@ -148,6 +166,17 @@ class SamplingParams(BaseModel):
             raise ValueError(f"forced_token_ids holds {count} ids, more than max_tokens={self.max_tokens}")
         if self.n != 1:
             raise ValueError(f"forced_token_ids with n={self.n}: every choice would be the same, so n must be 1")
+
+    def _check_beam(self) -> None:
+        if self.beam is None:
+            return
+        for name in sorted(self.model_fields_set - BEAM_FIELDS):
+            value = getattr(self, name)
+            harmless = name == "temperature" and value == 0
+            if not harmless and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name}={value!r} does not apply to beam search; leave it out")
+        if self.n > self.beam.width:
+            raise ValueError(f"n={self.n} is more than the width={self.beam.width} of the beam search")
 
     @property
     def wants_logprobs(self) -> bool:
@@ -262,6 +291,8 @@ class Choice:
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     seed: int = 0
+    beam_score: float | None = None
+    """Of a beam search: the log-probability of its tokens / length ** length_penalty."""
     captured: Mapping[str, CapturedRows] = field(default_factory=dict)
     """Artifact field -> its rows, for the fields that the request asked to have returned."""
     weight_versions: tuple[tuple[int, int, int], ...] = ()

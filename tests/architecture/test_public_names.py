@@ -24,10 +24,10 @@ SAMPLING = [
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty"),
     *("presence_penalty", "seed", "stop", "stop_token_ids", "include_stop", "skip_special_tokens", "ignore_eos"),
     "repetition_detection",
-    *("logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprobs_mode"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "logprobs", "prompt_logprobs", "logprobs_mode"),
     *("logprob_token_ids", "return_kept_set", "forced_token_ids", "structured_output", "thinking_budget"),
     "return_routed_experts",
-    *("routed_experts_prompt_start", "captured_as", "n"),
+    *("routed_experts_prompt_start", "captured_as", "beam", "n"),
 ]
 PACKAGES = [infer, infer.plugins, infer.artifacts]
 

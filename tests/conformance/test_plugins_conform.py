@@ -15,6 +15,7 @@ from infer.plugins.registry import KINDS, Kind
 from infer.testing.kits import (
     Check,
     artifact_field,
+    logits_processor,
     model,
     model_source,
     platform,
@@ -71,6 +72,11 @@ def test_no_built_in_is_left_out(registry: Registry) -> None:
 
 def test_every_kind_with_built_ins_has_a_kit(registry: Registry) -> None:
     assert {kind for kind in KINDS if registry.specs(kind)}.isdisjoint(WITHOUT_A_KIT)
+
+
+@pytest.mark.parametrize("name", names("logits_processor"))
+def test_logits_processor(registry: Registry, name: str) -> None:
+    run(logits_processor.checks(registry.get("logits_processor", name)))
 
 
 @pytest.mark.parametrize("name", names("platform"))

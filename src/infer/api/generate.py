@@ -66,8 +66,8 @@ _TEXT_ONLY = "infer takes text only"
 _SAME_NAMES = (
     "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "seed", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos",
-    "repetition_detection", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs",
-    "logprobs_mode", "logprob_token_ids", "return_kept_set", "forced_token_ids", "return_routed_experts",
+    "repetition_detection", "logit_bias", "allowed_token_ids", "bad_words", "logits_processors", "logprobs",
+    "prompt_logprobs", "logprobs_mode", "logprob_token_ids", "return_kept_set", "forced_token_ids", "return_routed_experts",
     "routed_experts_prompt_start",
 )
 # fmt: on
@@ -106,7 +106,6 @@ SAMPLING = Body(
         "truncate_prompt_tokens": Unsupported(note="send the tokens to be used"),
         "structured_outputs": Unsupported(note="structured output is not there yet"),
         "guided_decoding": Unsupported(note="structured output is not there yet"),
-        "logits_processors": Unsupported(note=_LATER),
         "thinking_token_budget": Unsupported(note=_LATER),
         "return_sampling_mask": Unsupported(note="ask for return_kept_set: the ids that stayed, and their mass"),
         "skip_reading_prefix_cache": Unsupported(note="give a cache_salt of the request's own"),

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from infer.artifacts.record import Numerics, Provenance, SamplingValue
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig
+from infer.options import processor_label
 from infer.types import SamplingParams
 
 _RETURNED = frozenset({"return_routed_experts", "routed_experts_prompt_start", "captured_as"})
@@ -43,6 +44,8 @@ def with_sampling(known: Provenance, params: SamplingParams, max_tokens: int) ->
     sampling: dict[str, SamplingValue] = {}
     for name in sorted(set(type(params).model_fields) - _RETURNED):
         value = getattr(params, name)
+        if name == "logits_processors":
+            value = [processor_label(processor) for processor in params.logits_processors]
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json", exclude_none=True)
         if isinstance(value, dict):

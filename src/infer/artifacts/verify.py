@@ -5,6 +5,7 @@ Runs in the caller's task; knows an engine only by what it calls of it; owns not
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -124,6 +125,8 @@ def recorded_params(provenance: Provenance | None) -> SamplingParams:
     }
     if isinstance(biases := values.get("logit_bias"), dict):
         values["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
+    if labels := values.get("logits_processors"):
+        values["logits_processors"] = [json.loads(one) if one.startswith("{") else one for one in labels]
     if provenance.logprobs_mode:
         values["logprobs_mode"] = provenance.logprobs_mode
     return SamplingParams(**values)

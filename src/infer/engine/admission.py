@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.feasibility import check_feasible
+from infer.engine.processor_admission import ProcessorAdmission
 from infer.engine.prompts import PromptEncoder
 from infer.engine.repetition import RepetitionDetector
 from infer.engine.request import Request
 from infer.engine.step import SamplingSpec
 from infer.engine.structured_admission import NO_GUIDANCE, Guidance, GuidedAdmission
 from infer.errors import ContextLengthError, InvalidRequestError, QueueFullError, shown
+from infer.options import BEAM_FIELDS
 from infer.text.token_ids_only import NoTokenizer
 from infer.types import Prompt, SamplingParams
 
@@ -74,10 +76,12 @@ class Admission:
         use_generation_config: bool,
         max_model_len: int,
         guided: GuidedAdmission,
+        processors: ProcessorAdmission,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._guided = guided
+        self._processors = processors
         self.prompts = PromptEncoder(tokenizer, template)
         self._use_generation_config = use_generation_config
         self._max_num_seqs = scheduler.max_num_seqs
@@ -127,7 +131,11 @@ class Admission:
         """The caller's word first, then generation_config.json, then ours; the seed drawn if there is none."""
         given = params.model_fields_set
         defaults = self._model.generation.values if self._use_generation_config else {}
-        used = {name: value for name, value in defaults.items() if name not in given}
+        used = {
+            name: value
+            for name, value in defaults.items()
+            if name not in given and (params.beam is None or name in BEAM_FIELDS)
+        }
         filled: dict[str, Any] = dict(used)
         if params.seed is None:
             filled["seed"] = secrets.randbits(52)  # JSON readers keep 53 bits, and choices count on from it
@@ -217,6 +225,7 @@ class Admission:
             logit_bias=tuple(sorted(params.logit_bias.items())),
             allowed_token_ids=params.allowed_token_ids,
             bad_words=self._bad_words(params.bad_words),
+            logits_processors=self._processors.uses(params.logits_processors),
             logprobs=asked if params.wants_logprobs or private.logprobs is not None else None,
             prompt_logprobs=prompt_logprobs,
             logprobs_mode=params.logprobs_mode,

@@ -20,7 +20,6 @@ from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig
 from infer.engine import startup
 from infer.engine.admission import (
-    Admission,
     check_many,
     check_name,
     check_room,
@@ -29,6 +28,7 @@ from infer.engine.admission import (
     make_requests,
     refuse_unavailable,
 )
+from infer.engine.beam import BeamSearches, refuse_beam
 from infer.engine.blocking import BlockingEngine
 from infer.engine.delivery import Deliveries, check_artifact, private_outputs
 from infer.engine.home import Home
@@ -102,17 +102,8 @@ class Engine:
         except BaseException:
             self._state = "closed"
             raise
-        limit = parts.scheduler.kv.max_request_tokens()
-        max_len = parts.resolved.scheduler.max_model_len
-        self._admission = Admission(
-            parts.model,
-            parts.resolved.scheduler,
-            parts.tokenizer,
-            parts.template,
-            use_generation_config=self.config.model.use_generation_config,
-            max_model_len=max_len if limit is None else min(max_len, limit),
-            guided=parts.guided,
-        )
+        self._admission = startup.make_admission(parts, self.config)
+        self._beams = BeamSearches(self, self._admission, self._clock)
         self._deliveries = Deliveries(self.config.artifacts, parts, self.config.model)
         await self._deliveries.__aenter__()
         self._tasks = anyio.create_task_group()
@@ -205,7 +196,7 @@ class Engine:
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Of the requests that wait or run."""
-        return tuple(self._requests)
+        return (*self._requests, *(self._beams.names if self._parts is not None else ()))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -258,20 +249,21 @@ class Engine:
         deadline: float | None = None,
     ) -> Completion:
         """Run one request to its end; arguments as for `stream`. Cancelling the task aborts the request."""
+        options: dict[str, Any] = {
+            "request_id": request_id,
+            "priority": priority,
+            "cache_salt": cache_salt,
+            "artifact": artifact,
+            "lora": lora,
+            "tools": tools,
+            "deadline": deadline,
+        }
+        if isinstance(params, SamplingParams) and params.beam is not None:
+            self._serving_parts()
+            return await self._beams.generate(prompt, params, **options)
         # Ids are only worth a wake-up before the end when a stop string may be among them.
         watched = params is not None and isinstance(params, SamplingParams) and params.stop
-        async with self._stream(
-            prompt,
-            params,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            artifact=artifact,
-            lora=lora,
-            tools=tools,
-            deadline=deadline,
-            interval=1 if watched else _AT_THE_END,
-        ) as stream:
+        async with self._stream(prompt, params, interval=1 if watched else _AT_THE_END, **options) as stream:
             async for _ in stream:
                 pass
         return stream.result
@@ -300,6 +292,8 @@ class Engine:
         """End a request with what it has, finish_reason "abort". False if there is no such request."""
         parts = self._open_parts()
         self._home.check_thread()
+        if self._beams.abort(request_id):
+            return True
         requests = self._requests.get(request_id, ())
         for request in requests:
             parts.mailbox.post_end(request, "abort")
@@ -348,6 +342,7 @@ class Engine:
             arrived_at = self._clock()
             self._serving_parts()
             refuse_unavailable(lora=lora)
+            refuse_beam(params)
             wanted = check_artifact(artifact)
             limit = deadline_at(deadline, called_at)
             check_scheduling(priority, cache_salt)

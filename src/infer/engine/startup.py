@@ -19,12 +19,14 @@ from infer.config.engine import EngineConfig
 from infer.config.env import Environment, read_environment
 from infer.config.memory_plan import format_memory_plan
 from infer.config.model import ModelConfig
-from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, expands_quantized, resolve_within
+from infer.config.resolve import ResolvedConfig, choose_dtype, expands_quantized, resolve_within
+from infer.engine.admission import Admission
 from infer.engine.executor.executor import Executor
 from infer.engine.executor.thread import ThreadExecutor
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.loop import EngineLoop
 from infer.engine.mailbox import Mailbox
+from infer.engine.processor_admission import ProcessorAdmission
 from infer.engine.scheduler.scheduler import Scheduler
 from infer.engine.structured import GrammarStore, vocabulary_of
 from infer.engine.structured_admission import GuidedAdmission, reasoning_parser
@@ -119,6 +121,21 @@ def assemble(planned: Any, executor: Executor) -> EngineParts:
         scheduler=scheduler,
         mailbox=mailbox,
         loop=loop,
+    )
+
+
+def make_admission(parts: EngineParts, config: EngineConfig) -> Admission:
+    """What checks requests against the loaded model and what its KV cache can hold."""
+    limit, max_len = parts.scheduler.kv.max_request_tokens(), parts.resolved.scheduler.max_model_len
+    return Admission(
+        parts.model,
+        parts.resolved.scheduler,
+        parts.tokenizer,
+        parts.template,
+        guided=parts.guided,
+        processors=ProcessorAdmission(parts.registry, parts.model.vocab_size),
+        use_generation_config=config.model.use_generation_config,
+        max_model_len=max_len if limit is None else min(max_len, limit),
     )
 
 

@@ -6,6 +6,7 @@ Written by the scheduler (loop task) and the runner (worker thread); plain data,
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,16 @@ class ReasoningSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What to write to close it."""
     is_open: bool
     """The output begins inside it; otherwise it may open it first."""
+
+
+class ProcessorUse(msgspec.Struct, frozen=True, kw_only=True):
+    """One logits processor of a request."""
+
+    name: str
+    """A plugin's, or what to call the function."""
+    params: dict[str, Any] = {}
+    function: Any = None
+    """(prompt ids, output ids, logits) -> logits or None: the caller's own, which cannot leave this process."""
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +56,8 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences; the last id is masked when the preceding ids are the row's tail."""
+    logits_processors: tuple[ProcessorUse, ...] = ()
+    """In this order."""
     logprobs: int | None = None
     """None: the row reports nothing, whatever the three below say."""
     prompt_logprobs: int | None = None

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from infer.plugins.grammar import Grammar, GrammarBackend, GrammarSource, GrammarSpec, Matcher, Vocabulary
     from infer.plugins.hookspecs import hookimpl
     from infer.plugins.kv_connector import ExternalMatch, KVConnectorSpec, SchedulerConnector, WorkerConnector
+    from infer.plugins.logits_processor import LogitsProcessor, LogitsProcessorSpec, LogitsRow
     from infer.plugins.manager import build_registry
     from infer.plugins.model import (
         BuildContext,
@@ -47,6 +48,7 @@ _HOMES = {
     "grammar": ("Grammar", "GrammarBackend", "GrammarSource", "GrammarSpec", "Matcher", "Vocabulary"),
     "hookspecs": ("hookimpl",),
     "kv_connector": ("ExternalMatch", "KVConnectorSpec", "SchedulerConnector", "WorkerConnector"),
+    "logits_processor": ("LogitsProcessor", "LogitsProcessorSpec", "LogitsRow"),
     "manager": ("build_registry",),
     "model": (
         "BuildContext",
@@ -97,6 +99,9 @@ __all__ = [
     "GrammarSpec",
     "KVConnectorSpec",
     "LoadTimeMethod",
+    "LogitsProcessor",
+    "LogitsProcessorSpec",
+    "LogitsRow",
     "Matcher",
     "ModelSource",
     "ModelSourceSpec",

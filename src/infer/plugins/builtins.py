@@ -22,6 +22,7 @@ PACKAGES: dict[Kind, str] = {
     "tokenizer": "infer.tokenizers",
     "model_source": "infer.sources",
     "grammar": "infer.grammars",
+    "logits_processor": "infer.logits_processors",
 }
 
 

@@ -10,6 +10,7 @@ import pluggy
 from infer.plugins.artifact_field import ArtifactFieldSpec
 from infer.plugins.grammar import GrammarSpec
 from infer.plugins.kv_connector import KVConnectorSpec
+from infer.plugins.logits_processor import LogitsProcessorSpec
 from infer.plugins.model import ModelSpec
 from infer.plugins.model_source import ModelSourceSpec
 from infer.plugins.parser import ParserSpec
@@ -80,4 +81,10 @@ def infer_model_sources() -> list[ModelSourceSpec]:
 @hookspec
 def infer_grammars() -> list[GrammarSpec]:
     """Grammar backends this plugin adds."""
+    raise NotImplementedError
+
+
+@hookspec
+def infer_logits_processors() -> list[LogitsProcessorSpec]:
+    """Logits processors this plugin adds."""
     raise NotImplementedError

@@ -33,6 +33,7 @@ from infer.plugins import (
     grammar,
     hookspecs,
     kv_connector,
+    logits_processor,
     model,
     model_source,
     parser,
@@ -57,6 +58,11 @@ CONTRACTS: dict[Kind, tuple[str, type[Spec], int]] = {
     "parser": ("infer_parsers", parser.ParserSpec, parser.API_VERSION),
     "tokenizer": ("infer_tokenizers", tokenizer.TokenizerSpec, tokenizer.API_VERSION),
     "model_source": ("infer_model_sources", model_source.ModelSourceSpec, model_source.API_VERSION),
+    "logits_processor": (
+        "infer_logits_processors",
+        logits_processor.LogitsProcessorSpec,
+        logits_processor.API_VERSION,
+    ),
     "grammar": ("infer_grammars", grammar.GrammarSpec, grammar.API_VERSION),
 }
 """Kind -> (hook, type of its specs, current contract version)."""

@@ -16,6 +16,7 @@ from infer.errors import InferError, PluginContractError, PluginLoadError, Unkno
 from infer.plugins.artifact_field import ArtifactFieldSpec
 from infer.plugins.grammar import GrammarSpec
 from infer.plugins.kv_connector import KVConnectorSpec
+from infer.plugins.logits_processor import LogitsProcessorSpec
 from infer.plugins.model import ModelSpec
 from infer.plugins.model_source import ModelSourceSpec
 from infer.plugins.parser import ParserSpec
@@ -35,6 +36,7 @@ Kind = Literal[
     "tokenizer",
     "model_source",
     "grammar",
+    "logits_processor",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Spec = (
@@ -48,6 +50,7 @@ Spec = (
     | TokenizerSpec
     | ModelSourceSpec
     | GrammarSpec
+    | LogitsProcessorSpec
 )
 BUILTIN = "infer-engine"
 """The distribution of the built-in plugins."""
@@ -122,6 +125,8 @@ class Registry:
     def specs(self, kind: Literal["model_source"]) -> tuple[ModelSourceSpec, ...]: ...
     @overload
     def specs(self, kind: Literal["grammar"]) -> tuple[GrammarSpec, ...]: ...
+    @overload
+    def specs(self, kind: Literal["logits_processor"]) -> tuple[LogitsProcessorSpec, ...]: ...
     def specs(self, kind: Kind) -> tuple[Any, ...]:
         """All specs of a kind, sorted by name."""
         return tuple(spec for spec, _ in self._kind(kind).chosen.values())
@@ -146,6 +151,8 @@ class Registry:
     def get(self, kind: Literal["model_source"], name: str) -> ModelSourceSpec: ...
     @overload
     def get(self, kind: Literal["grammar"], name: str) -> GrammarSpec: ...
+    @overload
+    def get(self, kind: Literal["logits_processor"], name: str) -> LogitsProcessorSpec: ...
     def get(self, kind: Kind, name: str) -> Any:
         """The spec of that name. Raises `UnknownPluginError`, or `PluginContractError` when it was refused."""
         return self._find(kind, name)[0]

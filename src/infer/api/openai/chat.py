@@ -75,6 +75,7 @@ def chat_params(body: ChatBody, values: dict[str, Any], call: Call) -> SamplingP
         raise InvalidRequestError("top_logprobs needs logprobs=true", parameter="top_logprobs", value=body.top_logprobs)
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
+    generation.ask_for_beams(body, values)
     try:
         return generation.sampling_params(values, call.context.settings)
     except InvalidRequestError as error:

@@ -73,6 +73,7 @@ def completion_params(body: CompletionBody, values: dict[str, Any], call: Call) 
         values["logprobs"] = body.logprobs
         if body.echo:
             values.setdefault("prompt_logprobs", body.logprobs)
+    generation.ask_for_beams(body, values)
     params = generation.sampling_params(values, call.context.settings)
     num_returned, best_of = params.n, body.best_of
     if best_of is None or best_of == num_returned:

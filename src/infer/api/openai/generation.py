@@ -15,6 +15,7 @@ import anyio
 from infer.api.errors import ApiError, unwrap
 from infer.api.routing import Call
 from infer.errors import ArtifactError, InvalidRequestError
+from infer.options import MAX_BEAM_WIDTH
 from infer.types import Completion, Delta, Prompt, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,6 +97,36 @@ def _biases(value: Any) -> dict[int, Any]:
             "logit_bias must be an object from token ids to numbers", parameter="logit_bias", value=None
         )
     return {int(key): bias for key, bias in value.items()}
+
+
+def ask_for_beams(body: GenerationBody, values: dict[str, Any]) -> None:
+    """`use_beam_search` and what belongs to it, as sampling values. Call it before `sampling_params`."""
+    if not body.use_beam_search:
+        for name in ("beam_width", "length_penalty"):
+            if getattr(body, name) != type(body).model_fields[name].default:
+                raise InvalidRequestError(
+                    f"{name}={getattr(body, name)} needs use_beam_search=true",
+                    parameter=name,
+                    value=getattr(body, name),
+                )
+        return
+    if body.stream:
+        raise InvalidRequestError(
+            "beam search cannot be streamed: which beams are best is known at the end", parameter="stream", value=True
+        )
+    count = values.get("n", 1)
+    if getattr(body, "best_of", None) not in (None, count):
+        raise InvalidRequestError(
+            "best_of does not apply to beam search; say with beam_width how many answers are kept at every token",
+            parameter="best_of",
+            value=None,
+        )
+    width = body.beam_width or (count if type(count) is int and count > 0 else 1)  # a wrong n is refused as n
+    if width > MAX_BEAM_WIDTH:
+        raise InvalidRequestError(
+            f"n={width}: a beam search has at most {MAX_BEAM_WIDTH} beams", parameter="n", value=width
+        )
+    values["beam"] = {"width": width, "length_penalty": body.length_penalty}
 
 
 def check_stream_options(body: GenerationBody, call: Call) -> tuple[bool, bool]:

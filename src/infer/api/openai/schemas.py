@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infer.api.artifacts import ArtifactFields
 from infer.api.fields import Body, Unsupported
+from infer.options import MAX_BEAM_WIDTH
 from infer.types import TokenId
 
 MAX_PRIORITY = 2**31 - 1
@@ -49,6 +50,12 @@ class GenerationBody(ArtifactFields):
     """Where tokens are cut off."""
     return_progress: bool = False
     """Send prefill progress as chunks with empty choices and `prompt_progress`."""
+    use_beam_search: bool = False
+    """Search the likeliest answers instead of sampling; the n best are returned. Cannot be streamed."""
+    beam_width: Annotated[int, Field(ge=1, le=MAX_BEAM_WIDTH)] | None = None
+    """Answers kept at every token; absent: n."""
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] = 1.0
+    """With use_beam_search: answers are compared by their log-probability / length ** length_penalty."""
     return_metrics: bool = False
     """The request's times, in milliseconds, as `metrics`; in a stream in its last chunk."""
 
@@ -114,6 +121,7 @@ _SAMPLING = {
     "repetition_detection": "repetition_detection",
     "allowed_token_ids": "allowed_token_ids",
     "bad_words": "bad_words",
+    "logits_processors": "logits_processors",
     "prompt_logprobs": "prompt_logprobs",
     "logprobs_mode": "logprobs_mode",
     "logprob_token_ids": "logprob_token_ids",
@@ -140,15 +148,12 @@ _BOTH: dict[str, Unsupported] = {
     "service_tier": Unsupported(note=_NO_EFFECT, refused=False, harmless=_is("auto", "default")),
     "spaces_between_special_tokens": Unsupported(note=_NO_EFFECT, refused=False, harmless=_is(True, False)),
     "captured_as": Unsupported(note="captured rows are sent as bytes", harmless=_is("rows")),
-    "use_beam_search": Unsupported(note="beam search is not there yet"),
-    "length_penalty": Unsupported(note="beam search is not there yet", harmless=_is(1.0, 1)),
     "response_format": Unsupported(note=_GRAMMAR, harmless=lambda value: value == {"type": "text"}),
     "structured_outputs": Unsupported(note=_GRAMMAR),
     "guided_json": Unsupported(note=_GRAMMAR),
     "guided_regex": Unsupported(note=_GRAMMAR),
     "guided_choice": Unsupported(note=_GRAMMAR),
     "guided_grammar": Unsupported(note=_GRAMMAR),
-    "logits_processors": Unsupported(note=_LATER),
     "thinking_token_budget": Unsupported(note=_LATER),
     "kv_transfer_params": Unsupported(note=_LATER),
     "vllm_xargs": Unsupported(note="it belongs to vLLM's plugins"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.engine.sampling.guide import Guide, is_guided
+from infer.engine.sampling.processor_row import RowProcessors
 from infer.engine.sampling.token_counts import TokenCounts
 from infer.engine.step import SamplingSpec
 from infer.errors import InvalidRequestError
@@ -39,12 +40,13 @@ class Feature(IntEnum):
     FORCED = 2048
     KEPT_SET = 4096
     GUIDED = 8192
-    LOGPROBS = 16384
-    PROMPT_LOGPROBS = 32768
+    PROCESSORS = 16384
+    LOGPROBS = 32768
+    PROMPT_LOGPROBS = 65536
 
 
 NEEDS_COUNTS = Feature.REPETITION | Feature.OUTPUT_PENALTIES
-STATEFUL = NEEDS_COUNTS | Feature.BAD_WORDS | Feature.GUIDED
+STATEFUL = NEEDS_COUNTS | Feature.BAD_WORDS | Feature.GUIDED | Feature.PROCESSORS
 """Rows that must hear of each sampled token."""
 PROCESSED = Feature.LOGPROBS - 1
 """Rows whose token is not simply the best of the model's logits: everything before LOGPROBS."""
@@ -73,6 +75,8 @@ class SamplingRow:
     tail_len: int = 0
     guide: Guide | None = None
     """Of a row with a grammar or a thinking budget."""
+    processors: RowProcessors | None = None
+    """Of a row with logits processors."""
 
     @property
     def forced_id(self) -> int | None:
@@ -88,7 +92,9 @@ class SamplingRow:
         return self.counts
 
     def accept(self, token_id: int) -> None:
-        """Take a sampled id into counts, tail and guide."""
+        """Take a sampled id into counts, tail, guide and the history that processors see."""
+        if self.processors is not None:
+            self.processors.output_ids.append(token_id)
         if self.guide is not None:
             self.guide.accept(token_id)
         if self.counts is not None:
@@ -105,6 +111,7 @@ def make_row(
     vocab_size: int,
     device: torch.device,
     guide: Guide | None = None,
+    processors: RowProcessors | None = None,
 ) -> SamplingRow:
     """Prepare a request that owns `token_ids` (prompt, then outputs so far).
 
@@ -112,7 +119,7 @@ def make_row(
     """
     _check_numbers(spec)
     features = features_of(spec)
-    row = SamplingRow(spec, features, guide=guide)
+    row = SamplingRow(spec, features, guide=guide, processors=processors)
     if spec.allowed_token_ids is not None:
         row.allowed = _ids("allowed_token_ids", spec.allowed_token_ids, vocab_size, device)
     if spec.logit_bias:
@@ -150,6 +157,7 @@ def features_of(spec: SamplingSpec) -> int:
         Feature.FORCED: bool(spec.forced_token_ids),
         Feature.KEPT_SET: spec.return_kept_set and spec.logprobs is not None,
         Feature.GUIDED: is_guided(spec),
+        Feature.PROCESSORS: bool(spec.logits_processors),
         Feature.LOGPROBS: spec.logprobs is not None,
         Feature.PROMPT_LOGPROBS: spec.prompt_logprobs is not None,
     }

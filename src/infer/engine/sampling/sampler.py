@@ -20,6 +20,7 @@ from infer.engine.sampling import (
     grammar_mask,
     kept_set,
     logit_bias,
+    logits_processors,
     min_p,
     min_tokens,
     output_penalties,
@@ -45,6 +46,7 @@ SHAPING: Transforms = (
     (Feature.BAD_WORDS, bad_words.apply),
     (Feature.BIAS, logit_bias.apply),
     (Feature.MIN_TOKENS, min_tokens.apply),
+    (Feature.PROCESSORS, logits_processors.apply),
     (Feature.REPETITION, repetition_penalty.apply),
     (Feature.OUTPUT_PENALTIES, output_penalties.apply),
     (Feature.TEMPERATURE, temperature.apply),
@@ -169,7 +171,7 @@ def _process_and_draw(logits: Tensor, index: list[int], rows: Sequence[SamplingR
     best = processed.amax(dim=-1).tolist()
     dead = {k for k, value in enumerate(best) if not math.isfinite(value)}
     for k in dead:
-        _fail(result, index[k], _diagnose_processed(best[k]))
+        _fail(result, index[k], _diagnose_processed(best[k], chosen_rows[k]))
     tokens = _choose(processed, chosen_rows, dead)
     reported = [k for k, row in enumerate(chosen_rows) if _wants_processed(row) and k not in dead]
     for k, entry in _entries(processed, reported, chosen_rows, tokens):
@@ -240,7 +242,9 @@ def _diagnose(best: float) -> str:
     return "logits hold +inf" if best > 0 else "all logits are -inf"
 
 
-def _diagnose_processed(best: float) -> str:
+def _diagnose_processed(best: float, row: SamplingRow) -> str:
+    if row.processors is not None and row.processors.failure is not None:
+        return row.processors.failure
     if best == -math.inf:
         return "no token is left to sample after the grammar, allowed_token_ids, bad_words and min_tokens"
     return f"the processed logits hold {best}: penalties, bias and temperature together overflow"

@@ -17,6 +17,7 @@ from infer.config.model import KVLayout, ModelConfig, ModelFootprint, StepBounds
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import ResolvedConfig
 from infer.engine.sampling.guide import Grammars
+from infer.engine.sampling.processor_row import Processors
 from infer.engine.worker.background_store import BackgroundStore
 from infer.engine.worker.block_store import BlockStore, private_store, shared_store
 from infer.engine.worker.capture import RowCapture
@@ -121,8 +122,10 @@ class WorkerBuilder:
         if resolved.capture is not None:
             facts, fields = self._captured_fields(model, resolved.dtype)
             capture = make_capture(facts, fields, model, resolved.capture, platform)
+        vocab_size = self._config.vocab_size
+        processors = Processors(lambda name: self._registry.create("logits_processor", name, vocab_size))
         runner = Runner(
-            model, platform, resolved, kv, self._config.vocab_size, parameter_bytes(model), capture, grammars
+            model, platform, resolved, kv, vocab_size, parameter_bytes(model), capture, grammars, processors
         )
         try:
             runner.warm_up()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from infer.config.model import KVLayout
 from infer.engine.sampling.guide import Guide
+from infer.engine.sampling.processor_row import Processors
 from infer.engine.sampling.row import SAMPLER, STATEFUL, Feature, SamplingRow, make_row
 from infer.engine.step import SlotAdmission, StepPlan
 from infer.engine.worker.guides import GuidedRows
@@ -68,8 +69,10 @@ class InputBatch:
         vocab_size: int,
         device: torch.device,
         guides: GuidedRows,
+        processors: Processors | None = None,
     ) -> None:
         self._guides = guides
+        self._processors = processors or Processors()
         self._width = max_model_len + 1
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -251,9 +254,8 @@ class InputBatch:
         try:
             ids = self._checked_ids(admission.token_ids)
             guide = self._guides.make(admission.sampling, admission.token_ids[admission.prompt_len :])
-            row = make_row(
-                admission.sampling, admission.token_ids, admission.prompt_len, self._vocab_size, self._device, guide
-            )
+            history = admission.sampling, admission.token_ids, admission.prompt_len
+            row = make_row(*history, self._vocab_size, self._device, guide, self._processors.of_row(*history))
         except Exception as error:  # a request that cannot be taken in fails alone
             self._poison[slot] = str(error) or type(error).__name__
             self._tokens[slot] = 0

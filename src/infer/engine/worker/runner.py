@@ -16,6 +16,7 @@ from torch import Tensor
 from infer.config.resolve import ResolvedConfig
 from infer.engine.sampling.guide import Grammars
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
+from infer.engine.sampling.processor_row import Processors
 from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, prompt_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
@@ -39,6 +40,7 @@ class Runner:
         weight_bytes: int,
         capture: RowCapture | None = None,
         grammars: Grammars | None = None,
+        processors: Processors | None = None,
     ) -> None:
         self._model: CausalLM | None = model
         self._platform = platform
@@ -49,6 +51,7 @@ class Runner:
         self._workspace_bytes = 0
         self._capture = capture
         self._guides = GuidedRows(grammars)
+        self._processors = processors
         self._batch = self._new_batch()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -134,6 +137,7 @@ class Runner:
             vocab_size=self._vocab_size,
             device=self._platform.device,
             guides=self._guides,
+            processors=self._processors,
         )
 
     def _loaded(self) -> CausalLM:
