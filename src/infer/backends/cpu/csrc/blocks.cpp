@@ -9,11 +9,16 @@ constexpr int BM = 4;  // tokens of a block: 4 x 3 sums of integers and as many 
 template <int KIND, int N, class T, class Out, class Scales>
 static inline void block_tokens(const Activations* const* x, int64_t tokens, const uint8_t* w, int64_t blocks, int64_t tile,
                                 const Scales& scales, const T* bias, Out* const* y, int64_t column) {
+    // The next tiles are called evenly over all passes, as far as whole lines allow.
+    const int64_t passes = (tokens + BM - 1) / BM, lines = (N * tile + 63) / 64;
+    const int each = int((lines + passes * blocks - 1) / (passes * blocks));
+    int64_t called = 0;
     for (int64_t m = 0; m < tokens;) {
         int64_t left = tokens - m;
         int here = int(left <= BM ? left : left < 2 * BM ? (left + 1) / 2 : BM);
         vf result[BM][N];
-        bool ahead = m == 0;
+        Ahead ahead = {w + N * tile + 64 * called, called < lines ? each : 0};
+        called += each * blocks;
         switch (here) {
             case 1: block_product<KIND, 1, N>(x + m, w, blocks, tile, scales, ahead, result); break;
             case 2: block_product<KIND, 2, N>(x + m, w, blocks, tile, scales, ahead, result); break;

@@ -30,35 +30,54 @@ static inline vi dot_bytes(vi acc, vu weights, int32_t four) {
 #endif
 }
 
-static inline int32_t total(vi v) {
-    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return v[0] + v[1];
+typedef int32_t vi8 __attribute__((vector_size(32)));
+typedef int32_t vi4 __attribute__((vector_size(16)));
+
+// All sixteen lanes folded by `join`, whose order must not matter.
+template <class Join>
+static inline int32_t fold(vi v, Join join) {
+    vi8 a = join(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+    vi4 b = join(__builtin_shufflevector(a, a, 0, 1, 2, 3), __builtin_shufflevector(a, a, 4, 5, 6, 7));
+    b = join(b, __builtin_shufflevector(b, b, 2, 3, 0, 1));
+    b = join(b, __builtin_shufflevector(b, b, 1, 0, 3, 2));
+    return b[0];
 }
 
-static inline float largest(vf v) {
-    v = vmax(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = vmax(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = vmax(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    return v[0] > v[1] ? v[0] : v[1];
+static inline int32_t total(vi v) {
+    return fold(v, [](auto a, auto b) { return a + b; });
+}
+
+// Bits of numbers without a sign are ordered like the numbers; a NaN is above all of them.
+static inline float largest(vi bits) {
+    int32_t best = fold(bits, [](auto a, auto b) { return a > b ? a : b; });
+    float f;
+    std::memcpy(&f, &best, 4);
+    return f;
+}
+
+// The low byte of each lane.
+static inline void store_bytes(int8_t* p, vi v) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+    for (int i = 0; i < W; ++i) p[i] = int8_t(v[i]);
+#endif
 }
 
 // x [columns] for weights of one kind.
 template <class T>
 static inline void quantize_row(BlockFormat f, const T* x, int64_t columns, Activations* out) {
-    vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    typedef int8_t b16 __attribute__((vector_size(16)));
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which is in the low bits then
     for (int64_t b = 0; b < columns / QK; ++b) {
         Activations& a = out[b];
         vf lo = load(x + b * QK), hi = load(x + b * QK + W);
-        a.scale = largest(vmax(lo < 0.0f ? -lo : lo, hi < 0.0f ? -hi : hi)) / 127.0f;
+        vi first = (vi)lo & 0x7fffffff, second = (vi)hi & 0x7fffffff;
+        a.scale = largest(first > second ? first : second) / 127.0f;
         float inverse = a.scale > 0.0f ? 1.0f / a.scale : 0.0f;
-        vi first = __builtin_convertvector((lo * inverse + magic) - magic, vi);
-        vi second = __builtin_convertvector((hi * inverse + magic) - magic, vi);
-        b16 q = __builtin_convertvector(first, b16), r = __builtin_convertvector(second, b16);
-        std::memcpy(a.quants, &q, W);
-        std::memcpy(a.quants + W, &r, W);
+        first = (vi)(lo * inverse + magic) - (vi)magic;
+        second = (vi)(hi * inverse + magic) - (vi)magic;
+        store_bytes(a.quants, first);
+        store_bytes(a.quants + W, second);
         int32_t sums[2] = {total(f.parts == 1 ? first + second : first), f.parts == 1 ? 0 : total(second)};
         for (int h = 0; h < 2; ++h) {
             if (f.minimum)
@@ -113,20 +132,25 @@ static inline void read_scales(const uint8_t* heads, int64_t blocks, int64_t til
         }
 }
 
-// M tokens x N tiles. Lines of the next N tiles are called into the second cache if `ahead`.
+// Memory to call into the second cache while a product runs: so many lines of 64 bytes with every 32 columns.
+struct Ahead {
+    const uint8_t* from;
+    int lines;
+};
+
+// M tokens x N tiles.
 template <int KIND, int M, int N, class Scales>
 static inline void block_product(const Activations* const* x, const uint8_t* w, int64_t blocks, int64_t tile,
-                                 const Scales& scales, bool ahead, vf (*result)[N]) {
+                                 const Scales& scales, Ahead ahead, vf (*result)[N]) {
     constexpr BlockFormat F = BLOCK_FORMATS[KIND];
     constexpr int BYTES = quant_bytes(F), EACH = 8 / F.parts;
     vf out[M][N];
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) out[m][n] = splat(0.0f);
-    for (int64_t b = 0; b < blocks; ++b) {
+    int64_t b = 0;
+    do {  // there is at least one, and sums stay in registers
         const uint8_t* quants = w + b * BYTES;
-        if (ahead)
-            for (int n = 0; n < N; ++n)
-                for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(quants + (n + N) * tile + i, 0, 2);
+        for (int i = 0; i < ahead.lines; ++i) __builtin_prefetch(ahead.from + (b * ahead.lines + i) * 64, 0, 2);
 #pragma GCC unroll 2
         for (int h = 0; h < F.parts; ++h) {
             vi acc[M][N];
@@ -152,7 +176,7 @@ static inline void block_product(const Activations* const* x, const uint8_t* w, 
                 }
             }
         }
-    }
+    } while (++b < blocks);
     for (int m = 0; m < M; ++m)
         for (int n = 0; n < N; ++n) result[m][n] = out[m][n];
 }

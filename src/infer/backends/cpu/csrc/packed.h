@@ -93,10 +93,12 @@ void packed_tiles(const T* const* x, int64_t tokens, const T* w, int64_t k, cons
     }
 }
 
-// Tiles of a task. Few tokens: weights pass once, so a task is long and hands over seldom. Many: they stay in the cache.
+// Tiles of a task. Few tokens: weights pass once, and what a task calls ahead at its end is for nobody, so there are two
+// for each thread. Many: weights of a task stay in the cache.
 static inline int64_t task_tiles(int64_t tokens, int64_t tiles, int threads) {
-    int64_t even = (tiles / (8 * threads) + TILES - 1) / TILES * TILES;
-    int64_t most = tokens <= TMB ? 48 : 6;
+    int64_t parts = tokens <= TMB ? 2 : 8;
+    int64_t even = (tiles / (parts * threads) + TILES - 1) / TILES * TILES;
+    int64_t most = tokens <= TMB ? 1024 : 6;
     return even < TILES ? TILES : even > most ? most : even;
 }
 
