@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.plugins.platform import AttentionMetadata
+from infer.plugins.platform import Attend, AttentionMetadata
 
 
 @dataclass
@@ -26,6 +26,8 @@ class Case:
     softcap: float | None
     dtype: torch.dtype
     seed: int
+    scales: tuple[float, float] | None = None
+    """Of a cache in float8_e4m3fn; None: the cache has the compute dtype."""
 
     @property
     def lengths(self) -> list[int]:
@@ -50,6 +52,7 @@ def cases(draw: st.DrawFn, max_context: int = 40) -> Case:
         softcap=draw(st.none() | st.sampled_from([0.5, 30.0])),
         dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])),
         seed=draw(st.integers(0, 2**31)),
+        scales=draw(st.none() | st.sampled_from([(1.0, 1.0), (0.25, 0.75)])),
     )
 
 
@@ -73,18 +76,22 @@ def build(case: Case) -> Inputs:
     rng.shuffle(free)
     sizes = (case.head_size, case.value_size)
     shape = (len(free) + 1, size, case.num_kv_heads)
-    k_cache, v_cache = (torch.full((*shape, width), torch.nan, dtype=case.dtype) for width in sizes)
+    stored = case.dtype if case.scales is None else torch.float8_e4m3fn
+    k_cache, v_cache = (torch.full((*shape, width), torch.nan).to(stored) for width in sizes)
     tables, keys, values = [], [], []
     for (before, _), length, count in zip(case.rows, case.lengths, needed, strict=True):
-        k, v = (torch.randn(length, shape[2], width, generator=generator).to(case.dtype) for width in sizes)
+        k, v = (
+            (torch.randn(length, shape[2], width, generator=generator).to(case.dtype).float() / scale).to(stored)
+            for width, scale in zip(sizes, case.scales or (1.0, 1.0), strict=True)
+        )
         first = case.first_visible(before)
         table = [0 if (i + 1) * size <= first else free.pop() for i in range(count)]
         for position in range(first, length):
             k_cache[table[position // size], position % size] = k[position]
             v_cache[table[position // size], position % size] = v[position]
         tables.append(table)
-        keys.append(k.double())
-        values.append(v.double())
+        keys.append(k.double() * (1.0 if case.scales is None else case.scales[0]))
+        values.append(v.double() * (1.0 if case.scales is None else case.scales[1]))
     counts = [count for _, count in case.rows]
     width = max(needed) + rng.randrange(3)
     starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
@@ -100,6 +107,12 @@ def build(case: Case) -> Inputs:
     heads = case.num_kv_heads * (case.group + 2)  # a view into a fused projection, as the layers pass it
     fused = torch.randn(sum(counts), heads, case.head_size, generator=generator).to(case.dtype)
     return Inputs(fused[:, : case.num_kv_heads * case.group], k_cache, v_cache, metadata, keys, values)
+
+
+def attend(op: Attend, case: Case, inputs: Inputs, scale: float) -> Tensor:
+    """The platform's attention over a case."""
+    arguments = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.metadata, scale, case.window, case.softcap)
+    return op(*arguments) if case.scales is None else op(*arguments, case.scales)
 
 
 def oracle(case: Case, inputs: Inputs, scale: float) -> Tensor:

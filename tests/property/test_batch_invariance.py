@@ -27,6 +27,7 @@ MODELS = ("llama", "gemma3", "qwen3_moe", "qwen2_moe", "deepseek_v3")
 """Full attention; sliding windows and softcaps; experts; latent attention with grouped routing."""
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K")
 """A Llama whose weights stay in these blocks."""
+CACHES = st.sampled_from(["auto", "fp8_e4m3"])
 MADE = ("llama", "qwen3_moe", "qwen2_moe")
 """Models whose weights, the experts' too, become blocks while they are loaded: 32 wide everywhere."""
 AT_LOAD = ("int8", "int4")
@@ -80,6 +81,7 @@ def prompt(request: dict[str, Any], index: int, vocabulary: int) -> list[int]:
 async def run(
     path: Path,
     dtype: str,
+    cache: str,
     drawn: list[dict[str, Any]],
     vocabulary: int,
     *,
@@ -90,7 +92,11 @@ async def run(
     config = EngineConfig(
         model={"ref": str(path), "dtype": dtype, "skip_tokenizer": True, "quantization": quantization},
         platform={"name": "cpu", "threads": schedule.get("threads", 2)},
-        cache={"num_blocks": schedule.get("blocks", 120), "prefix_caching": schedule.get("prefix_caching", True)},
+        cache={
+            "num_blocks": schedule.get("blocks", 120),
+            "prefix_caching": schedule.get("prefix_caching", True),
+            "dtype": cache,
+        },
         scheduler={
             "max_num_batched_tokens": schedule.get("budget", 256),
             "max_num_seqs": 8,
@@ -140,11 +146,12 @@ def compare(
     path: Path,
     vocabulary: int,
     dtype: str,
+    cache: str,
     drawn: list[dict[str, Any]],
     schedule: dict[str, Any],
     quantization: str | None = None,
 ) -> None:
-    one_way = partial(run, path, dtype, drawn, vocabulary, quantization=quantization)
+    one_way = partial(run, path, dtype, cache, drawn, vocabulary, quantization=quantization)
     alone = anyio.run(partial(one_way, together=False, schedule={}))
     company = anyio.run(partial(one_way, together=True, schedule=schedule))
     for one, other in zip(alone, company, strict=True):
@@ -156,15 +163,22 @@ def compare(
 @pytest.mark.row("ENG-BATCH-INVARIANT", "one request's logprobs are bit-equal alone and in batches")
 @pytest.mark.row("ENG-BATCH-INVARIANT", "under chunked prefill and with the prefix cache on or off")
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(MODELS) | st.sampled_from(BLOCKS), st.sampled_from(["float32", "bfloat16"]), REQUESTS, SCHEDULES)
+@given(
+    st.sampled_from(MODELS) | st.sampled_from(BLOCKS),
+    st.sampled_from(["float32", "bfloat16"]),
+    CACHES,
+    REQUESTS,
+    SCHEDULES,
+)
 def test_bits_do_not_depend_on_the_company(
     models: dict[str, tuple[Path, int]],
     name: str,
     dtype: str,
+    cache: str,
     drawn: list[dict[str, Any]],
     schedule: dict[str, Any],
 ) -> None:
-    compare(*models[name], dtype, drawn, schedule)
+    compare(*models[name], dtype, cache, drawn, schedule)
 
 
 @pytest.mark.row("ENG-BATCH-INVARIANT", "one request's logprobs are bit-equal alone and in batches")
@@ -178,4 +192,4 @@ def test_bits_of_weights_quantised_at_load(
     drawn: list[dict[str, Any]],
     schedule: dict[str, Any],
 ) -> None:
-    compare(*models[f"{name}+{method}"], dtype, drawn, schedule, method)
+    compare(*models[f"{name}+{method}"], dtype, "auto", drawn, schedule, method)

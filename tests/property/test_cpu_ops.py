@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_cases import Case, build, cases, oracle
+from attention_cases import Case, attend, build, cases, oracle
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
 from infer.backends.cpu.ops import make_ops, pack, unpack
@@ -175,9 +175,7 @@ def test_rotary(
 def test_attention(tables: dict[int, Ops], case: Case) -> None:
     inputs = build(case)
     scale = 0.7 * case.head_size**-0.5
-    got = tables[2].attention(
-        inputs.q, inputs.k_cache, inputs.v_cache, inputs.metadata, scale, case.window, case.softcap
-    )
+    got = attend(tables[2].attention, case, inputs, scale)
     exact = oracle(case, inputs, scale)
     assert got.shape == exact.shape and got.dtype == case.dtype
     tolerance = 2e-5 if case.dtype == torch.float32 else 3e-2
@@ -191,13 +189,12 @@ def test_a_token_attends_with_the_same_bits_however_its_prompt_is_cut(
     """One row of `count` tokens at once, against the same tokens one step after the other, and beside other rows."""
     case = replace(case, head_size=max(4, case.head_size), rows=[(before, max(2, count))])
     inputs = build(case)
-    attend = tables[2].attention
-    rest = (inputs.k_cache, inputs.v_cache)
-    whole = attend(inputs.q, *rest, inputs.metadata, 0.3, case.window, case.softcap)
+    whole = attend(tables[2].attention, case, inputs, 0.3)
     single = []
     for token in range(max(2, count)):
         metadata = _row(inputs.metadata, before + token + 1)
-        single.append(tables[1].attention(inputs.q[token : token + 1], *rest, metadata, 0.3, case.window, case.softcap))
+        alone = replace(inputs, q=inputs.q[token : token + 1], metadata=metadata)
+        single.append(attend(tables[1 + token % 3].attention, case, alone, 0.3))
     assert torch.equal(whole, torch.cat(single))
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention_cases import Case, build, cases, oracle
+from attention_cases import Case, attend, build, cases, oracle
 from infer.backends.reference import attention as module
 from infer.backends.reference.platform import OPS
 
@@ -17,11 +17,10 @@ from infer.backends.reference.platform import OPS
 def compare(case: Case) -> None:
     inputs = build(case)
     scale = 0.7 * case.head_size**-0.5
-    arguments = (inputs.k_cache, inputs.v_cache, inputs.metadata, scale, case.window, case.softcap)
     exact = oracle(case, inputs, scale)
     tolerance = 2e-5 if case.dtype == torch.float32 else 3e-2
     for _ in range(2):  # the second layer of a step finds the plan in the metadata
-        got = OPS.attention(inputs.q, *arguments)
+        got = attend(OPS.attention, case, inputs, scale)
         assert got.shape == exact.shape and got.dtype == case.dtype
         torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
 

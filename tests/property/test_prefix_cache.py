@@ -140,7 +140,7 @@ def test_window_hits_need_the_last_window_of_blocks(
     kv = KVCacheManager(cache_config(full_group(100), sliding_group(100, window), block_size=block_size), "m")
     prompt = list(range(length))
     hashes: list[bytes] = []
-    extend_chain(hashes, prompt, block_size, root_hash("m"))
+    extend_chain(hashes, prompt, block_size, root_hash("m", "float32"))
     for pool, wanted in ((kv.pools[0], [index < in_full for index in range(60)]), (kv.pools[1], present)):
         for index, block in enumerate(pool.allocate(len(hashes))):
             if wanted[index]:
@@ -172,13 +172,13 @@ def test_chains_are_equal_exactly_as_far_as_the_contents_are(
 ) -> None:
     chains: list[list[bytes]] = [[], []]
     for chain, (ids, salt, adapter) in zip(chains, (first, second), strict=True):
-        extend_chain(chain, ids, 2, root_hash("m"), first_block_extra(salt, adapter))
+        extend_chain(chain, ids, 2, root_hash("m", "float32"), first_block_extra(salt, adapter))
     shared = shared_length(first[0], second[0]) // 2 if first[1:] == second[1:] else 0
     assert [a == b for a, b in zip(*chains, strict=False)] == [index < shared for index in range(min(map(len, chains)))]
 
 
 def test_a_hash_does_not_depend_on_how_the_tokens_are_held() -> None:
-    parent = root_hash("m")
+    parent = root_hash("m", "float32")
     assert block_hash(parent, [1, 2]) == block_hash(parent, (1, 2)) != block_hash(parent, [12])
 
 

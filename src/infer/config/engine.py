@@ -78,6 +78,10 @@ class SchedulerSection(Section):
     """Import path "module:Class" of a scheduler used instead of the built-in one."""
 
 
+def _full_name_of_fp8(value: object) -> object:
+    return "fp8_e4m3" if value == "fp8" else value
+
+
 class CacheSection(Section):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens per KV block."""
@@ -88,8 +92,11 @@ class CacheSection(Section):
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     """KV cache size as a fraction of the memory available after weights and workspace. None: enough for
     max_num_seqs sequences of max_model_len, capped at half of that memory and at 2 GiB."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of keys and values; auto is the compute dtype."""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"], BeforeValidator(_full_name_of_fp8)
+    ] = "auto"
+    """Dtype of keys and values; auto is the compute dtype. fp8_e4m3 (or fp8): 8-bit floats, with the checkpoint's scales
+    where it has them; half the memory of 16 bits, at some cost in accuracy."""
     prefix_caching: bool = True
     """Reuse the KV blocks of shared prompt beginnings."""
     radix_cache: bool | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from infer.config.model import KVGroup, KVLayout
 
-ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

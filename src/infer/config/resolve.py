@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from infer.config import capture, kv_sizing
+from infer.config.cache_dtype import check_cache_dtype, choose_cache_dtype
 from infer.config.engine import EngineConfig, check_together, check_whole_prompts
 from infer.config.memory_plan import MemoryPlan, capture_words
 from infer.config.model import ModelConfig, ModelFootprint, StepBounds
@@ -90,6 +91,7 @@ def resolve(
     elif config.model.dtype == "auto" and dtype != model.dtype:
         notices.append(f"dtype {dtype}: {limits.name} does not compute the checkpoint's {model.dtype} natively")
     cache_dtype = choose_cache_dtype(config, dtype)
+    check_cache_dtype(config, cache_dtype, limits)
     workspace = footprint.workspace_bytes
     wanted_len = _wanted_length(config, model)
     groups = kv_sizing.demands(
@@ -193,11 +195,6 @@ def expands_quantized(config: EngineConfig) -> bool:
     model = config.model
     exact = model.dtype == "float32" and model.quantization is None
     return exact if model.expand_quantized is None else model.expand_quantized
-
-
-def choose_cache_dtype(config: EngineConfig, dtype: str) -> str:
-    """Dtype of keys and values: the stated one, else the compute dtype."""
-    return dtype if config.cache.dtype == "auto" else config.cache.dtype
 
 
 def _wanted_length(config: EngineConfig, model: ModelConfig) -> int:

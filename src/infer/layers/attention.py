@@ -5,15 +5,18 @@ Called on the worker thread; owns the projections and knows its layer id, never 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from infer.config.model import KVGroup, KVLayer, KVLayout
+from infer.errors import WeightError
 from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
 from infer.layers.parameter import Layer
+from infer.plugins.platform import UNSCALED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,15 +56,25 @@ class Attention(Layer):
         self.ops = context.ops
         self.layer_id = layer_id
         self.facts = facts
+        self.scales = UNSCALED
+
+    def load_scalar(self, name: str, value: float) -> None:
+        """ "k_scale" or "v_scale" of the checkpoint: what an 8-bit cache stores keys or values divided by."""
+        if not 0 < value < math.inf:
+            raise WeightError(f"{name} is {value}; a scale is a positive number")
+        self.scales = (value, self.scales[1]) if name == "k_scale" else (self.scales[0], value)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """q [T, H, D], k [T, K, D], v [T, K, D'] -> [T, H * D']."""
         k_cache, v_cache = batch.kv[self.layer_id]
         metadata = batch.attention[batch.group_of_layer[self.layer_id]]
         facts = self.facts
-        self.ops.write_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
-        out = self.ops.attention(q, k_cache, v_cache, metadata, facts.scale, facts.window, facts.softcap)
-        return out.flatten(1)
+        rules = facts.scale, facts.window, facts.softcap
+        if k_cache.itemsize > 1 or self.scales == UNSCALED:
+            self.ops.write_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
+            return self.ops.attention(q, k_cache, v_cache, metadata, *rules).flatten(1)
+        self.ops.write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, self.scales)
+        return self.ops.attention(q, k_cache, v_cache, metadata, *rules, self.scales).flatten(1)
 
 
 class SelfAttention(Layer):

@@ -125,6 +125,10 @@ class Layer:
             elif isinstance(value, list | tuple):
                 yield from ((f"{name}.{i}", item) for i, item in enumerate(value) if isinstance(item, Layer))
 
+    def load_scalar(self, name: str, value: float) -> None:
+        """A number that the checkpoint may have for this layer (`WeightTable.add_scalar`). Raises `WeightError`."""
+        raise WeightError(f"{type(self).__name__} takes no {name}")
+
     def finalize(self) -> None:
         """Called once when all of the layer's own parameters are filled."""
 

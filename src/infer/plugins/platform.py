@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 API_VERSION = 1
+KVScales = tuple[float, float]
+"""What keys and values of a layer are divided by when an 8-bit cache stores them."""
+UNSCALED: KVScales = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,38 @@ class AttentionMetadata:
     """Leading rows with exactly one token; the builder orders rows so that these come first."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Private to the platform: what its ops compute once a step and share between the layers of the group."""
+
+
+class WriteKV(Protocol):
+    """The call of `Ops.write_kv`. Only 8-bit caches come with scales, and only to platforms whose limits name them."""
+
+    def __call__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales = ...,
+        /,
+    ) -> None: ...
+
+
+class Attend(Protocol):
+    """The call of `Ops.attention`; scales as in `WriteKV`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        scales: KVScales = ...,
+        /,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,12 +171,14 @@ class Ops:
     """(x [T, 2N]: gate then up) -> silu(gate) * up [T, N]."""
     gelu_tanh_and_mul: Callable[[Tensor], Tensor]
     """(x [T, 2N]: gate then up) -> gelu_tanh(gate) * up [T, N]."""
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_kv: WriteKV
     """(k [T, K, D], v [T, K, D'], k_cache [blocks, block_size, K, D], v_cache [.., K, D'], slot_mapping [T]): in place.
-    D' is D, except with latent attention (DeepSeek), whose values are narrower."""
-    attention: Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float, int | None, float | None], Tensor]
+    D' is D, except with latent attention (DeepSeek), whose values are narrower. A cache of float8_e4m3fn takes k and v
+    divided by their scales in fp32, rounded to nearest even; beyond +-448 the largest number, and a NaN stays a NaN."""
+    attention: Attend
     """(q [T, H, D], k_cache, v_cache, metadata, scale, window or None, logit softcap or None) -> [T, H, D'].
-    Causal; a window w lets position p see p - w + 1 .. p. This step's keys are already in the cache."""
+    Causal; a window w lets position p see p - w + 1 .. p. This step's keys are already in the cache. What an 8-bit cache
+    holds counts times its scale."""
     gather_rows: Callable[[Tensor, Tensor], Tensor]
     """(x [T, N], rows [M] int64) -> [M, N]."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from infer.errors import WeightError
 from infer.layers.parameter import Layer, Parameter, named_layers, named_parameters
 from infer.plugins.model_source import Progress
@@ -49,6 +51,9 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: ProgressCall
         done += tensors[name].stored_bytes
         if progress is not None:
             progress(Progress("load", done, total, detail=name))
+    for name, path in model.weight_table().scalars.items():
+        if name in tensors:
+            _load_scalar(name, path, layers, checkpoint)
     for owner in layers.keys() - waiting.keys():  # last: a head may share the embedding's weight
         layers[owner].finalize()
 
@@ -73,6 +78,14 @@ def largest_parameter_bytes(model: CausalLM) -> int:
         return parameter.data.nbytes * parameter.unit // max(1, len(parameter.data))
 
     return max(map(transient, named_parameters(cast(Layer, model)).values()), default=0)
+
+
+def _load_scalar(name: str, path: str, layers: dict[str, Layer], checkpoint: Checkpoint) -> None:
+    owner, _, attribute = path.rpartition(".")
+    try:
+        layers[owner].load_scalar(attribute, float(checkpoint.read(name, torch.float32)))
+    except WeightError as error:
+        raise WeightError(f"tensor {name!r}: {error}", tensor=name) from None
 
 
 def _owner(path: str) -> str:

@@ -28,6 +28,8 @@ class WeightTable:
 
     def __init__(self) -> None:
         self.targets: dict[str, Target] = {}
+        self.scalars: dict[str, str] = {}
+        """Tensors of one number that a checkpoint may have, and the dotted path of what takes it."""
         self.ignored: set[str] = set()
         self.left_out: list[str] = []
         """Prefixes of names: parts of a checkpoint that the model does not have."""
@@ -44,6 +46,10 @@ class WeightTable:
         for name, count in shards:
             self.add(name, path, rows=(start, start + count))
             start += count
+
+    def add_scalar(self, name: str, path: str) -> None:
+        """One number, if the checkpoint has it, to `Layer.load_scalar` of the layer before the path's last dot."""
+        self.scalars[name] = path
 
     def ignore(self, names: Iterable[str]) -> None:
         """Tensors a checkpoint may carry that the model does not need."""
@@ -72,12 +78,18 @@ class WeightTable:
                     tensor=name,
                 )
             covered[target.path].append((start, stop, name))
+        for name in self.scalars.keys() & stored.keys():
+            if any(size != 1 for size in stored[name]):
+                raise WeightError(
+                    f"tensor {name!r} has shape {tuple(stored[name])}, and is one number here", tensor=name
+                )
         for path, spans in covered.items():
             _check_coverage(path, parameters[path][0], sorted(spans))
 
     def _check_names(self, stored: Mapping[str, Shape]) -> None:
         missing = [name for name in self.targets if name not in stored]
-        unused = (name for name in stored if name not in self.targets and name not in self.ignored)
+        known = self.targets.keys() | self.scalars.keys() | self.ignored
+        unused = (name for name in stored if name not in known)
         extra = [name for name in unused if not name.startswith(tuple(self.left_out))]
         if missing:
             near = difflib.get_close_matches(missing[0], extra, n=1)
@@ -146,6 +158,9 @@ def decoder_table(
                 table.add(f"{hf}.mlp.down_proj.{kind}", f"{block}.mlp.down.{kind}")
         for name, path in norms.items():
             table.add(f"{hf}.{name}.weight", f"{block}.{path}.weight")
+        for part in ("k", "v"):  # of an 8-bit KV cache: compressed-tensors' names, and ModelOpt's
+            for name in (f"{part}_scale", f"{part}_proj.{part}_scale"):
+                table.add_scalar(f"{hf}.self_attn.{name}", f"{block}.attention.attention.{part}_scale")
     table.add("model.norm.weight", "norm.weight")
     table.ignore(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(num_layers))
     table.ignore(["model.rotary_emb.inv_freq"])

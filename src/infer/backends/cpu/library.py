@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "infer_rotary": (None, [c_void_p, c_int, *[c_void_p] * 4, *[c_int64] * 5]),
     "infer_unary": (None, [c_int, c_int, c_void_p, c_void_p, c_int64]),
     "infer_angles": (None, [c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int64, c_int64]),
-    "infer_write_kv": (None, [c_int, *[c_void_p] * 3, *[c_int64] * 3]),
+    "infer_write_kv": (None, [c_int, c_int, *[c_void_p] * 5, *[c_int64] * 5, c_float, c_float]),
     "infer_attention": (None, [c_void_p, c_int, c_void_p]),
     "infer_moe_work": (c_int64, [c_void_p, c_int, c_int, c_int, *[c_int64] * 4]),
     "infer_moe": (
@@ -62,6 +62,8 @@ class AttentionArgs(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("window", c_int64),
+        ("cache_dtype", c_int64),
+        ("out_scale", c_float),
     ]
 
 

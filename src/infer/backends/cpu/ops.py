@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.block_formats import BLOCK_FORMATS, BLOCK_KINDS
-from infer.backends.cpu.dtypes import DTYPES, LANES, PACKED_DIM
-from infer.backends.cpu.dtypes import dtype_number as _dtype
+from infer.backends.cpu.dtypes import LANES, PACKED_DIM
 from infer.backends.cpu.experts import NativeExperts
 from infer.backends.cpu.library import AttentionArgs, Library
+from infer.backends.cpu.tensors import DTYPES, FP8, cache_number, dtype_number, side_by_side, with_dense_rows
 from infer.backends.reference import kv
 from infer.backends.reference.scratch import Scratch
-from infer.plugins.platform import AttentionMetadata, BlockOps, Ops
+from infer.plugins.platform import UNSCALED, AttentionMetadata, BlockOps, KVScales, Ops
 
 
 def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
@@ -120,7 +120,7 @@ class NativeOps:
             return out
         self._call.infer_linear(
             self._library.pool,
-            _dtype(x, weight),
+            dtype_number(x, weight),
             packed,
             out_dtype == torch.float32,
             x.data_ptr(),
@@ -150,7 +150,7 @@ class NativeOps:
         if self._dry:
             return out
         self._call.infer_block_rows(
-            _dtype(out), BLOCK_KINDS[kind], packed.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.shape[0], inner
+            dtype_number(out), BLOCK_KINDS[kind], packed.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.shape[0], inner
         )
         return out
 
@@ -165,7 +165,7 @@ class NativeOps:
             return out
         self._call.infer_block_linear(
             self._library.pool,
-            _dtype(x),
+            dtype_number(x),
             dtype == torch.float32,
             BLOCK_KINDS[kind],
             x.data_ptr(),
@@ -196,8 +196,8 @@ class NativeOps:
         residual = None if residual is None else residual.contiguous()
         self._call.infer_rms_norm(
             self._library.pool,
-            _dtype(x),
-            _dtype(weight),
+            dtype_number(x),
+            dtype_number(weight),
             x.data_ptr(),
             None if residual is None else residual.data_ptr(),
             weight.data_ptr(),
@@ -222,7 +222,7 @@ class NativeOps:
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
-        both = _side_by_side(q, k)
+        both = side_by_side(q, k)
         if both is None:
             return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         rotated = self._rotate(both, cos, sin)
@@ -230,13 +230,13 @@ class NativeOps:
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         tokens, heads, size = x.shape
-        x = _with_dense_rows(x)
+        x = with_dense_rows(x)
         out = self._new(x.dtype, tokens, heads, size)
         if self._dry:
             return out
         self._call.infer_rotary(
             self._library.pool,
-            _dtype(x),
+            dtype_number(x),
             x.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
@@ -259,7 +259,7 @@ class NativeOps:
         x = self._dense(x)
         out = self._new(x.dtype, *x.shape)
         if not self._dry:
-            self._call.infer_unary(_dtype(x), kind, x.data_ptr(), out.data_ptr(), x.numel())
+            self._call.infer_unary(dtype_number(x), kind, x.data_ptr(), out.data_ptr(), x.numel())
         return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
@@ -274,24 +274,37 @@ class NativeOps:
         out = self._new(x.dtype, rows, width // 2)
         if self._dry:
             return out
-        self._call.infer_gate(self._library.pool, _dtype(x), kind, x.data_ptr(), out.data_ptr(), rows, width // 2)
+        self._call.infer_gate(self._library.pool, dtype_number(x), kind, x.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
-    def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales = UNSCALED,
+    ) -> None:
         if self._dry:
             return
         slots = slot_mapping.contiguous()
-        for new, cache in ((k, k_cache), (v, v_cache)):
-            new = _with_dense_rows(new if new.dtype == cache.dtype else new.to(cache.dtype))
-            self._call.infer_write_kv(
-                _dtype(cache),
-                new.data_ptr(),
-                cache.data_ptr(),
-                slots.data_ptr(),
-                new.shape[0],
-                new.shape[1] * new.shape[2],
-                new.stride(0),
-            )
+        k, v = with_dense_rows(k), with_dense_rows(v)
+        self._call.infer_write_kv(
+            dtype_number(k, v),
+            cache_number(k_cache, v_cache),
+            k.data_ptr(),
+            v.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            slots.data_ptr(),
+            k.shape[0],
+            k.shape[1] * k.shape[2],
+            v.shape[1] * v.shape[2],
+            k.stride(0),
+            v.stride(0),
+            *scales,
+        )
 
     def attention(
         self,
@@ -302,10 +315,11 @@ class NativeOps:
         scale: float,
         window: int | None,
         softcap: float | None,
+        scales: KVScales = UNSCALED,
     ) -> Tensor:
         tokens, heads, head_size = q.shape
-        dtype = q.dtype
-        q = _with_dense_rows(q.to(k_cache.dtype))
+        dtype, cache_dtype = q.dtype, cache_number(k_cache, v_cache)
+        q = with_dense_rows(q if cache_dtype == FP8 else q.to(k_cache.dtype))
         out = self._new(q.dtype, tokens, heads, v_cache.shape[3])
         if self._dry:
             return out.to(dtype)
@@ -326,27 +340,11 @@ class NativeOps:
             head_size=head_size,
             value_size=v_cache.shape[3],
             q_stride=q.stride(0),
-            scale=scale,
+            scale=scale * scales[0],
             softcap=softcap or 0.0,
             window=window or 0,
+            cache_dtype=cache_dtype,
+            out_scale=scales[1],
         )
-        self._call.infer_attention(self._library.pool, _dtype(q, k_cache, v_cache), ctypes.addressof(args))
+        self._call.infer_attention(self._library.pool, dtype_number(q), ctypes.addressof(args))
         return out.to(dtype)
-
-
-def _side_by_side(q: Tensor, k: Tensor) -> Tensor | None:
-    """q and k as one tensor of more heads, where they lie one after the other in each row of a fused projection."""
-    strides = q.stride()
-    if strides != k.stride() or q.dtype != k.dtype or strides[2] != 1 or strides[1] != q.shape[2]:
-        return None
-    if (
-        k.data_ptr() != q.data_ptr() + q.shape[1] * q.shape[2] * q.itemsize
-        or strides[0] < (q.shape[1] + k.shape[1]) * strides[1]
-    ):
-        return None
-    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), strides)
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """[T, H, D] whose rows of H x D elements are contiguous; the rows themselves may lie apart."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

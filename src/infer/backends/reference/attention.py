@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from infer.backends.reference.kv import FP8
 from infer.backends.reference.scratch import Scratch
-from infer.plugins.platform import AttentionMetadata
+from infer.plugins.platform import UNSCALED, AttentionMetadata, KVScales
 
 DECODE_TOKENS = 1 << 12
 """Most cache positions gathered at once for decode rows: the copy is read again while it is in the CPU's cache (two to
@@ -67,14 +68,20 @@ def attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    scales: KVScales = UNSCALED,
+    /,
+    *,
     scratch: Scratch,
 ) -> Tensor:
     """(q [T, H, D], k_cache [blocks, block_size, K, D], v_cache [.., D']) -> [T, H, D']; see `plugins.platform.Ops`."""
+    if scales[1] != 1.0:  # sums of stored values times their scale are sums of values
+        unscaled = attention(q, k_cache, v_cache, metadata, scale, window, softcap, (scales[0], 1.0), scratch=scratch)
+        return unscaled if scratch.dry else unscaled.mul_(scales[1])
     key = ("reference", window, q.dtype)
     plan = metadata.scratch.get(key)
     if plan is None:
         plan = metadata.scratch[key] = _make_plan(metadata, k_cache.shape[1], window, q, scratch)
-    attend = _Attend(k_cache.flatten(0, 1), v_cache.flatten(0, 1), scale, window, softcap, scratch)
+    attend = _Attend(k_cache.flatten(0, 1), v_cache.flatten(0, 1), scale * scales[0], window, softcap, scratch)
     decode = plan.decode
     if scratch.dry and len(decode) > 1:
         decode = [
@@ -145,11 +152,13 @@ class _Attend:
     def _gathered(self, cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
         """[len(slots), K, D] in the compute dtype."""
         shape = len(slots), *cache.shape[1:]
-        found = self.scratch.place(shape, cache.dtype)
+        stored = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch copies bytes by index, not this dtype
+        found = self.scratch.place(shape, stored.dtype)
         if found is None:
-            found = cache.index_select(0, slots)
+            found = stored.index_select(0, slots)
         elif not self.scratch.dry:
-            torch.index_select(cache, 0, slots, out=found)
+            torch.index_select(stored, 0, slots, out=found)
+        found = found.view(cache.dtype)
         if cache.dtype == dtype:
             return found
         converted = self.scratch.place(shape, dtype)

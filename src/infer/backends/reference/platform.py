@@ -16,15 +16,23 @@ from infer.backends.reference import activation, attention, kv, linear, memory, 
 from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
-from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
+from infer.plugins.platform import API_VERSION, UNSCALED, KVScales, Ops, PlatformSpec, Probe
 
 
 def make_ops(scratch: Scratch) -> Ops:
     """The table whose large results lie in `scratch`."""
 
-    def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales = UNSCALED,
+        /,
+    ) -> None:
         if not scratch.dry:
-            kv.write_kv(k, v, k_cache, v_cache, slot_mapping)
+            kv.write_kv(k, v, k_cache, v_cache, slot_mapping, scales)
 
     return Ops(
         embedding=partial(kv.embedding, scratch=scratch),
@@ -85,6 +93,7 @@ class ReferencePlatform:
             available_memory=available,
             dtypes=dtypes,
             threads=self.threads,
+            cache_dtypes=("float32", "bfloat16", "float16", "fp8_e4m3"),
             kernel_fingerprint=f"{self.name} {torch_fingerprint()}",
         )
 

@@ -63,7 +63,7 @@ class KVCacheManager:
         # A sliding pool is sized for what its requests hold at most; a reserve could keep even the only one out for ever.
         self.watermarks = [0 if group.window else int(cache.watermark * group.num_blocks) for group in cache.groups]
         self.stats = PrefixStats()
-        self._root = root_hash(model_identity)
+        self._root = root_hash(model_identity, cache.dtype)
         self._expired: list[tuple[BlockPool, list[int]]] = []
         self._registered: list[tuple[BlockPool, list[int]]] = []
         self._has_windows = any(group.window is not None for group in cache.groups)

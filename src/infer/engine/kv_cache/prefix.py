@@ -16,9 +16,9 @@ ExtraKey = tuple[str | int | bytes, ...]
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def root_hash(model_identity: str) -> bytes:
-    """Parent of every first block: nothing is shared between different weights."""
-    return hashlib.sha256(_encode(("infer-kv-1", model_identity))).digest()
+def root_hash(model_identity: str, cache_dtype: str) -> bytes:
+    """Parent of every first block: nothing is shared between different weights, or between caches of different dtypes."""
+    return hashlib.sha256(_encode(("infer-kv-1", model_identity, cache_dtype))).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: Sequence[ExtraKey] = ()) -> bytes:

@@ -273,7 +273,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def tensor_dtype(name: str) -> torch.dtype:
     """A dtype by its name in the settings."""
-    dtype = getattr(torch, name, None)
+    dtype = torch.float8_e4m3fn if name == "fp8_e4m3" else getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype {name!r} is unknown", fields=("model.dtype",))
     return dtype

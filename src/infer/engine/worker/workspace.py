@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from infer.config.model import KVLayout, StepBounds
 from infer.engine.sampling.sampler import prompt_rows, workspace_bytes
 from infer.plugins.model import CausalLM, ForwardBatch
-from infer.plugins.platform import AttentionMetadata, Ops, Routing
+from infer.plugins.platform import UNSCALED, AttentionMetadata, Ops, Routing
 
 PlanningOps = tuple[Ops, Callable[[], int]]
 """As `SupportsWorkspace.planning_ops` gives them."""
@@ -99,8 +99,8 @@ def shape_ops() -> PlanningOps:
         rotary=lambda q, k, cos, sin: (torch.empty_like(q), torch.empty_like(k)),
         silu_and_mul=halves,
         gelu_tanh_and_mul=halves,
-        write_kv=lambda k, v, k_cache, v_cache, slot_mapping: None,
-        attention=lambda q, k_cache, v_cache, metadata, scale, window, softcap: q.new_empty(
+        write_kv=lambda k, v, k_cache, v_cache, slot_mapping, scales=UNSCALED: None,
+        attention=lambda q, k_cache, v_cache, metadata, scale, window, softcap, scales=UNSCALED: q.new_empty(
             *q.shape[:2], v_cache.shape[-1]
         ),
         gather_rows=lambda x, rows: x.new_empty(rows.shape[0], x.shape[1]),

@@ -21,12 +21,12 @@ IDS = list(range(40))
 
 def chain(*, salt: str | None = None, adapter: str | None = None, model: str = "m") -> list[bytes]:
     hashes: list[bytes] = []
-    extend_chain(hashes, IDS, 16, root_hash(model), first_block_extra(salt, adapter))
+    extend_chain(hashes, IDS, 16, root_hash(model, "bfloat16"), first_block_extra(salt, adapter))
     return hashes
 
 
 def image_chain(items: list[tuple[str, int, int]]) -> list[bytes]:
-    parent, hashes = root_hash("m"), []
+    parent, hashes = root_hash("m", "bfloat16"), []
     for start in (0, 16, 32):
         parent = block_hash(parent, IDS[start : start + 16], multimodal_extra(start, 16, items))
         hashes.append(parent)
@@ -35,16 +35,16 @@ def image_chain(items: list[tuple[str, int, int]]) -> list[bytes]:
 
 def test_only_full_blocks_have_a_hash_and_a_chain_grows_in_place() -> None:
     hashes: list[bytes] = []
-    extend_chain(hashes, IDS[:20], 16, root_hash("m"))
+    extend_chain(hashes, IDS[:20], 16, root_hash("m", "bfloat16"))
     first = list(hashes)
-    extend_chain(hashes, IDS, 16, root_hash("m"))
+    extend_chain(hashes, IDS, 16, root_hash("m", "bfloat16"))
     assert (len(first), len(hashes)) == (1, 2)
     assert hashes == chain()
 
 
 def test_case_33_the_salt_is_hashed_into_the_first_block_and_the_chain_carries_it_on() -> None:
     first, second = chain(salt="salt1")
-    assert first == block_hash(root_hash("m"), IDS[:16], (("salt", "salt1"),))
+    assert first == block_hash(root_hash("m", "bfloat16"), IDS[:16], (("salt", "salt1"),))
     assert second == block_hash(first, IDS[16:32])
     assert not {first, second} & {*chain(), *chain(salt="salt2")}
 

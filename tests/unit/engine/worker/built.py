@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from infer.config.cache_dtype import choose_cache_dtype
 from infer.config.engine import EngineConfig, PluginsSection
-from infer.config.resolve import ResolvedConfig, choose_cache_dtype, choose_dtype, resolve_within
+from infer.config.resolve import ResolvedConfig, choose_dtype, resolve_within
 from infer.engine.worker.builder import WorkerBuilder
 from infer.engine.worker.runner import Runner
 from infer.plugins.manager import build_registry

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-enum Dtype { FP32 = 0, BF16 = 1 };
+enum Dtype { FP32 = 0, BF16 = 1, FP8 = 2 };  // FP8: e4m3fn, of the KV cache alone
 
 extern "C" {
 void* infer_pool_create(int threads, int spins);
@@ -34,8 +34,11 @@ void infer_unary(int dtype, int kind, const void* x, void* y, int64_t count);
 // cos and sin of position * frequency, times factor; fp32 [tokens, size].
 void infer_angles(const int64_t* positions, const float* frequencies, float factor, float* cos, float* sin, int64_t tokens,
                   int64_t size);
-void infer_write_kv(int dtype, const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t row,
-                    int64_t stride);
+// k and v of some tokens, rows of k_row and v_row elements that lie k_stride and v_stride apart, to their slots. In
+// another dtype than they come in: rounded, for FP8 after a division by the scales.
+void infer_write_kv(int dtype, int cache_dtype, const void* k, const void* v, void* k_cache, void* v_cache,
+                    const int64_t* slots, int64_t tokens, int64_t k_row, int64_t v_row, int64_t k_stride, int64_t v_stride,
+                    float k_scale, float v_scale);
 
 struct AttentionArgs {
     const void* q;         // [T, H, D], tokens q_stride elements apart
@@ -48,6 +51,8 @@ struct AttentionArgs {
     int64_t rows, table_width, block_size, heads, kv_heads, head_size, value_size, q_stride;
     float scale, softcap;  // softcap 0: none
     int64_t window;        // 0: none
+    int64_t cache_dtype;   // the computed one, or FP8
+    float out_scale;       // multiplies the result: the scale that values were stored with
 };
 void infer_attention(void* pool, int dtype, const AttentionArgs* args);
 

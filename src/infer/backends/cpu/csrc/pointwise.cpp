@@ -153,10 +153,3 @@ extern "C" void infer_angles(const int64_t* positions, const float* frequencies,
             sin[t * size + i] = std::sin(angle) * factor;
         }
 }
-
-extern "C" void infer_write_kv(int dtype, const void* source, void* cache, const int64_t* slots, int64_t tokens, int64_t row,
-                               int64_t stride) {
-    size_t item = dtype == FP32 ? 4 : 2;
-    for (int64_t t = 0; t < tokens; ++t)
-        std::memcpy((char*)cache + slots[t] * row * item, (const char*)source + t * stride * item, row * item);
-}
