@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from infer.artifacts.destination import check_targets
+from infer.config.cache_dtype import choose_cache_dtype
 from infer.config.engine import EngineConfig
 from infer.config.env import Environment, read_environment
 from infer.config.memory_plan import format_memory_plan
