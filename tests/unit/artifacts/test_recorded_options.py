@@ -1,0 +1,33 @@
+"""What an artifact's provenance says of loops and logits processors, and what a replay makes of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from infer import NamedProcessor, SamplingParams
+from infer.artifacts.provenance import with_sampling
+from infer.artifacts.record import Provenance
+from infer.artifacts.verify import recorded_params
+
+
+def test_named_processors_come_back_and_the_rule_of_loops_is_readable() -> None:
+    named = (NamedProcessor(name="plain"), NamedProcessor(name="no_repeat_ngram", params={"size": 3}))
+    asked = SamplingParams(
+        temperature=0.5,
+        logits_processors=named,
+        repetition_detection={"max_pattern_size": 8, "min_count": 3},  # type: ignore[arg-type]
+    )
+    made = with_sampling(Provenance(), asked, max_tokens=20)
+    assert made.sampling["logits_processors"] == ("plain", '{"name": "no_repeat_ngram", "params": {"size": 3}}')
+    assert made.sampling["repetition_detection"] == {"max_pattern_size": 8, "min_count": 3, "min_pattern_size": 1}
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Provenance)
+    replay = recorded_params(read)
+    assert replay.logits_processors == named and replay.temperature == 0.5
+    assert replay.repetition_detection is None, "a replay forces the tokens; nothing may end it early"
+
+
+def test_a_function_is_named_and_cannot_be_replayed() -> None:
+    made = with_sampling(Provenance(), SamplingParams(logits_processors=[abs]), max_tokens=20)
+    assert made.sampling["logits_processors"] == ("<builtins.abs>",)
+    (processor,) = recorded_params(made).logits_processors
+    assert isinstance(processor, NamedProcessor) and processor.name == "<builtins.abs>"
