@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from infer.errors import GrammarError
@@ -20,9 +21,10 @@ from infer.plugins.platform import Probe
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 PADDED_SPECIAL = b"<|unused-%d|>"
+_HEADER = re.compile(r"^[ \t]*%llguidance[ \t]*(\{[^\n]*\})[ \t]*$", re.MULTILINE)
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| .*", re.DOTALL)
 MAX_LEXER_STATES = 100_000
 """Of one compiled grammar, over all outputs it guides; about a kilobyte each."""
 
@@ -78,7 +80,10 @@ class LLGuidanceBackend:
             raise GrammarError(f"{source.kind} cannot be read: {_short(str(error))}") from None
         failed, messages = LLMatcher.validate_grammar_with_warnings(text, self.tokenizer, limits=self.limits)
         if failed or messages:
-            raise GrammarError(f"{source.kind} cannot be used: {_explained('; '.join(messages))}")
+            complaint = "; ".join(messages)
+            if source.kind != "grammar":  # the line it names is one that nobody wrote
+                complaint = _PLACE.sub("", complaint)
+            raise GrammarError(f"{source.kind} cannot be used: {_explained(complaint)}")
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
         grammar = LLGuidanceGrammar(matcher, self.vocabulary)
         self._try(source, grammar.start())
@@ -151,27 +156,24 @@ def special_names(vocabulary: Vocabulary) -> dict[str, int]:
 
 def _library_grammar(source: GrammarSource, special: dict[str, int]) -> str:
     """The source in the library's own format. `ValueError` says what cannot be read."""
-    from llguidance import LLMatcher, grammar_from  # noqa: PLC0415
+    from llguidance import LLMatcher, regex_to_lark  # noqa: PLC0415
 
+    inner: list[tuple[str, str, str]] = []
     if source.kind == "json_schema":
-        schema: Any = json.loads(source.text)
-        if not isinstance(schema, dict | bool):
-            raise ValueError("a schema is an object or a boolean")
-        schema = {"allOf": [schema]} if isinstance(schema, bool) else schema
-        check_schema(schema)
-        if source.forbid_additional_properties:
-            schema = forbid_additional(schema)
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(source)))
-    if source.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(ascii_classes(source.text)))
-    if source.kind == "choice":
-        return str(LLMatcher.grammar_from_lark(choice_lark(json.loads(source.text))))
-    if source.kind == "structural_tag":
+        lark = f"start: %json {json.dumps(_schema(source))}"
+    elif source.kind == "regex":
+        lark = f"start: /{regex_to_lark(ascii_classes(source.text), use_ascii='')}/"
+    elif source.kind == "choice":
+        lark = choice_lark(json.loads(source.text))
+    elif source.kind == "structural_tag":
         lark, inner = to_lark(read_tags(json.loads(source.text)), special)
-        parts = [{"name": "tags", "lark_grammar": lark}]
-        parts += [{"name": name, "lark_grammar": _lark(text, syntax)} for name, syntax, text in inner]
-        return json.dumps({"grammars": parts})
-    return str(grammar_from("lark", _lark(source.text, "ebnf")))
+    else:
+        lark = _lark(source.text, "ebnf")
+    if not inner:
+        return str(LLMatcher.grammar_from_lark(_unforced(lark)))
+    parts = [{"name": "tags", "lark_grammar": _unforced(lark)}]
+    parts += [{"name": name, "lark_grammar": _unforced(_lark(text, syntax))} for name, syntax, text in inner]
+    return json.dumps({"grammars": parts})
 
 
 def _lark(text: str, syntax: str) -> str:
@@ -186,11 +188,30 @@ def _lark(text: str, syntax: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def _json_options(source: GrammarSource) -> JsonCompileOptions:
-    options: JsonCompileOptions = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": not source.compact}
+def _unforced(lark: str) -> str:
+    """The grammar without the library's shortcut of allowing one spelling alone where the text is certain: the model
+    chooses among the tokens that spell it."""
+    match = _HEADER.search(lark)
+    options = json.loads(match.group(1)) if match else {}
+    header = f"%llguidance {json.dumps({**options, 'no_forcing': True})}"
+    return f"{lark[: match.start()]}{header}{lark[match.end() :]}" if match else f"{header}\n{lark}"
+
+
+def _schema(source: GrammarSource) -> dict[str, Any]:
+    """The schema with the library's options."""
+    schema: Any = json.loads(source.text)
+    if not isinstance(schema, dict | bool):
+        raise ValueError("a schema is an object or a boolean")
+    schema = {"allOf": [schema]} if isinstance(schema, bool) else schema
+    check_schema(schema)
+    if "x-guidance" in schema:
+        raise ValueError("x-guidance is not taken from a schema; see compact and whitespace_pattern")
+    if source.forbid_additional_properties:
+        schema = forbid_additional(schema)
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": not source.compact}
     if source.whitespace_pattern is not None:
         options["whitespace_pattern"] = source.whitespace_pattern
-    return options
+    return {**schema, "x-guidance": options}
 
 
 def choice_lark(choices: list[str]) -> str:
