@@ -45,6 +45,16 @@ TRANSCRIPTS: list[dict[str, Any]] = [
     {"text": "See [get_time()] there", "events": said("See [get_time()] there")},
     {"text": "[f(1, 2)]", "events": said("[f(1, 2)]")},
     {"text": "[f(x=b'z')]", "events": said("[f(x=b'z')]")},
+    {  # one broken call takes none along
+        "text": "[f(x=b'z'), get_time(), g(a=1e999, b=2), h(c='x')]",
+        "events": [
+            *said("[f(x=b'z')"),
+            *called("get_time", "{}"),
+            *said(", g(a=1e999, b=2)"),
+            *called("h", '{"c": "x"}', 1),
+        ],
+    },
+    {"text": "[1, 2, f(a=1)], g(b=2)", "events": said("[1, 2, f(a=1)], g(b=2)")},
     {"text": "[f(x=1e999)]", "events": said("[f(x=1e999)]")},
     {"text": "[f(a='x 'y')]", "events": [*cut("f", '{"a": "x "'), *said("y')]")]},
     {"text": "[f(a='cut", "events": cut("f", '{"a": "cut')},

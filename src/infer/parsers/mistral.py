@@ -38,6 +38,15 @@ TRANSCRIPTS: list[dict[str, Any]] = [
         "text": "[THINK]Add them.[/THINK]Sure.[TOOL_CALLS]add[ARGS]{}",
         "events": [*thought("Add them."), *said("Sure."), *called("add", "{}")],
     },
+    {  # one broken call takes none along
+        "text": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1, oops}}, {"name": "g", "arguments": {}}] and, so on',
+        "events": [
+            *cut("f", '{"a": 1, '),
+            *said("oops}}"),
+            *called("g", "{}", 1),
+            *said(" and, so on"),
+        ],
+    },
     {"text": "[TOOL_CALLS] not json at all", "events": said("[TOOL_CALLS] not json at all")},
     {
         "text": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]\nextra data',

@@ -316,6 +316,23 @@ def test_a_value_whose_end_is_missing(registry: Registry) -> None:
     assert said_calls(output) == [("f", {"city": "Dallas", "state": "TX"})]
 
 
+@pytest.mark.row("TOOLS-PARSER-BREADTH", "one broken call of a list takes none of its siblings along")
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("[bad(x=b'z'), good(a=1)]", ["good"]),
+        ("[bad(x=1e999), good(a=1)]", ["good"]),
+        ("[good(a=1), bad(a='x 'y', b='z')]", ["good"]),
+        ("[bad(a='x 'y' 'z), bad(b='p 'q' 'r)]", []),
+        ("[good(a=1)]]", ["good"]),
+    ],
+)
+def test_broken_siblings(registry: Registry, text: str, names: list[str]) -> None:
+    output = parse(registry, "llama4_pythonic", text)
+    assert [call.name for call in output.calls if call.complete] == names
+    assert all(json.loads(call.arguments) for call in output.calls if call.complete)
+
+
 BROKEN = [
     ("hermes", '<tool_call>{"name": "func", "arguments": {'),
     ("hermes", '<tool_call>{"name": "func", "arguments": {}</tool_call>'),

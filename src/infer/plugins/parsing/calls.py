@@ -56,6 +56,8 @@ class Calls:
         self.started = 0
         """How many calls have begun."""
         self.name = ""
+        self.rest: Rest | None = None
+        """Reads on behind a comma of the list that is being read: one broken call of several takes none along."""
 
     def known(self, name: str) -> bool:
         """Whether the request has this tool; true for every name when it has none at all."""
@@ -77,6 +79,9 @@ class Calls:
     def end(self) -> None:
         self._emit(ParserEvent("tool_end", "", self.started - 1))
         self._source.commit()
+
+
+Rest = Callable[[Source, Calls], Reading[None]]
 
 
 def read_text_value(

@@ -39,13 +39,22 @@ class JsonCalls:
         if (yield from source.match(("[",))) is None:
             yield from self._objects(source, calls)
         else:
+            calls.rest = self._list
+            yield from self._list(source, calls)
+            return
+        yield from self._close(source)
+
+    def _list(self, source: Source, calls: Calls) -> Reading[None]:
+        while True:
             yield from source.spaces()
-            while True:
-                yield from _Object(self, source, calls).read()
-                yield from source.spaces()
-                if (yield from source.expect(",", "]")) == "]":
-                    break
-                yield from source.spaces()
+            yield from _Object(self, source, calls).read()
+            yield from source.spaces()
+            if (yield from source.expect(",", "]")) == "]":
+                break
+        calls.rest = None
+        yield from self._close(source)
+
+    def _close(self, source: Source) -> Reading[None]:
         source.commit()
         yield from source.spaces()
         if self.closers and (yield from source.match(self.closers)) is not None:

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from infer.plugins.parsing.calls import MAX_DEPTH, Calls
+from infer.plugins.parsing.calls import MAX_DEPTH, Calls, Rest
 from infer.plugins.parsing.coercion import quote
 from infer.plugins.parsing.source import Malformed, Reading, Sink, Source
 
@@ -40,24 +40,37 @@ class PythonCalls:
 
     def read(self, source: Source, calls: Calls, opener: str) -> Reading[None]:
         yield from source.spaces()
-        bracket = yield from source.match(("[",))
-        if bracket is None and self.listed:
+        if (yield from source.match(("[",))) is not None:
+            yield from self._list(source, calls)
+        elif self.listed:
             raise Malformed
+        else:
+            yield from self._lines(source, calls)
+
+    def _list(self, source: Source, calls: Calls) -> Reading[None]:
+        while True:
+            yield from source.spaces()
+            yield from self._call(source, calls, self._list)
+            yield from source.spaces()
+            if (yield from source.expect(",", "]")) == "]":
+                break
+        calls.rest = None
+        source.commit()
+        yield from self._close(source)
+
+    def _lines(self, source: Source, calls: Calls) -> Reading[None]:
         while True:
             yield from source.spaces()
             yield from self._call(source, calls)
             space = yield from source.spaces()
-            if bracket is not None:
-                if (yield from source.expect(",", "]")) == "]":
-                    break
-            elif "\n" in space or (yield from source.match((",", ";"))):
-                if (yield from source.peek()) == "" or (yield from self._closes(source)):
-                    break
-            else:
+            if "\n" not in space and not (yield from source.match((",", ";"))):
                 break
-        if bracket is None:
-            source.pos = source.mark
-        source.commit()
+            if (yield from source.peek()) == "" or (yield from self._closes(source)):
+                break
+        source.pos = source.mark
+        yield from self._close(source)
+
+    def _close(self, source: Source) -> Reading[None]:
         yield from source.spaces()
         if self.closers and (yield from source.match(self.closers)) is not None:
             source.commit()
@@ -70,13 +83,14 @@ class PythonCalls:
         source.pos = start
         return found is not None
 
-    def _call(self, source: Source, calls: Calls) -> Reading[None]:
+    def _call(self, source: Source, calls: Calls, rest: Rest | None = None) -> Reading[None]:
         start = source.pos
         name = yield from source.run(_NAME)
         if not name or (self.bare and not calls.known(name)):
             source.pos = start
             raise Malformed
         yield from source.expect("(")
+        calls.rest = rest  # from here on it was meant to be a call
         yield from source.spaces()
         before = "{"
         while True:

@@ -5,16 +5,17 @@ Runs in the request's task; owns the state of one choice. A generator reads, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from infer.plugins.parser import ParserEvent
-from infer.plugins.parsing.calls import CallFormat, Calls
+from infer.plugins.parsing.calls import CallFormat, Calls, Rest
 from infer.plugins.parsing.dialect import Dialect, starts_in_reasoning
 from infer.plugins.parsing.source import Malformed, Reading, Source
 from infer.plugins.parsing.transcripts import merge_events
 
 Mode = Literal["text", "reasoning"]
+Reader = Callable[[Source, Calls, str], Reading[None]]
 
 
 class StreamParser:
@@ -62,6 +63,8 @@ class TableParser(StreamParser):
         self._after_call = False
         self._silent = True
         """No text but white space was said, and no call."""
+        self._broken: Rest | None = None
+        """Reads on in a list of which a call broke, at a comma before its bracket."""
 
     def begin(self, prompt: str) -> None:
         self._prompt = prompt
@@ -94,6 +97,8 @@ class TableParser(StreamParser):
             marks += reasoning.end
         if reasoning and (self._mode == "text" or self._fresh):
             marks += reasoning.start
+        if self._broken:
+            marks += [",", "]"]
         for table in self._tables():
             marks += table.openers
             if self._fresh and self._after_call:
@@ -111,8 +116,11 @@ class TableParser(StreamParser):
     def _handle(self, mark: str) -> Reading[None]:
         source, dialect, reasoning = self._source, self._dialect, self._dialect.reasoning
         tables = [table for table in self._tables() if mark in table.openers]
-        if tables:
-            yield from self._read_call(mark, tables)
+        if self._broken and mark in ",]":
+            yield from self._read_on(mark, self._broken)
+        elif tables:
+            self._broken = None
+            yield from self._read_call(mark, [table.read for table in tables], tables[0].opener_is_body)
         elif reasoning and mark in reasoning.end and self._mode == "reasoning":
             self._turn("text")
         elif reasoning and mark in reasoning.start:
@@ -127,7 +135,7 @@ class TableParser(StreamParser):
     def _turn(self, mode: Mode) -> None:
         self._source.commit()
         self._mode = mode
-        self._fresh, self._after_call = True, False
+        self._fresh, self._after_call, self._broken = True, False, None
 
     def _skip_span(self, end: str) -> Reading[None]:
         source = self._source
@@ -142,23 +150,33 @@ class TableParser(StreamParser):
         source.pos = start  # no span: its beginning was text
         self._speak(source.unsaid())
 
-    def _read_call(self, opener: str, tables: list[CallFormat]) -> Reading[None]:
+    def _read_on(self, mark: str, rest: Rest) -> Reading[None]:
+        """At a comma or the bracket of a list of which a call broke."""
+        if mark == ",":
+            yield from self._read_call(mark, [lambda source, calls, _: rest(source, calls)], False)
+        else:
+            self._broken = None
+            self._speak(self._source.unsaid())
+
+    def _read_call(self, opener: str, readers: Sequence[Reader], opener_is_body: bool) -> Reading[None]:
         """A call, or what was read of it as text."""
         source, calls = self._source, self._calls
-        if calls is None:  # then there are no tables either
+        if calls is None:  # then there are no openers either
             return
         source.pinned = True
         start, furthest, before = source.pos, source.pos, calls.started
-        for table in tables:
-            source.pos = start - len(opener) if table.opener_is_body else start
+        calls.rest = self._broken
+        for read in readers:
+            source.pos = start - len(opener) if opener_is_body else start
             try:
-                yield from table.read(source, calls, opener)
+                yield from read(source, calls, opener)
                 break
             except Malformed:
                 furthest = max(furthest, source.pos)
                 if calls.started > before:
                     break
         source.pinned = False
+        self._broken = calls.rest
         if calls.started == before:
             source.pos = furthest
             self._speak(source.unsaid())
