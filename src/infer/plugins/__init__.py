@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from infer.plugins.model_source import ModelSource, ModelSourceSpec, Progress, ProgressCallback, ResolvedModel
     from infer.plugins.parser import Parser, ParserEvent, ParserSpec, SupportsPrompt
     from infer.plugins.platform import (
+        Attend,
         AttentionMetadata,
         BlockFormat,
         BlockOps,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         Probe,
         Routing,
         SupportsWorkspace,
+        WriteKV,
     )
     from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec
     from infer.plugins.registry import Entry, Registry
@@ -62,6 +64,7 @@ _HOMES = {
     "model_source": ("ModelSource", "ModelSourceSpec", "Progress", "ProgressCallback", "ResolvedModel"),
     "parser": ("Parser", "ParserEvent", "ParserSpec", "SupportsPrompt"),
     "platform": (
+        "Attend",
         "AttentionMetadata",
         "BlockFormat",
         "BlockOps",
@@ -72,6 +75,7 @@ _HOMES = {
         "Probe",
         "Routing",
         "SupportsWorkspace",
+        "WriteKV",
     ),
     "quant_method": ("LoadTimeMethod", "QuantMethod", "QuantMethodSpec"),
     "registry": ("Entry", "Registry"),
@@ -82,6 +86,7 @@ _HOMES = {
 __all__ = [
     "ArtifactField",
     "ArtifactFieldSpec",
+    "Attend",
     "AttentionMetadata",
     "BlockFormat",
     "BlockOps",
@@ -135,6 +140,7 @@ __all__ = [
     "TokenizerSpec",
     "Vocabulary",
     "WorkerConnector",
+    "WriteKV",
     "build_registry",
     "hookimpl",
 ]
