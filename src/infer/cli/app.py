@@ -12,6 +12,7 @@ import typer
 from typer.exceptions import Abort, TyperException
 
 from infer.cli.artifact import build_artifact
+from infer.cli.batch import batch
 from infer.cli.bench import build_bench
 from infer.cli.chat import chat
 from infer.cli.plugins import plugins
@@ -50,7 +51,7 @@ def build_app() -> typer.Typer:
         name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
     )
     app.callback()(_root)
-    for command in (run, chat, serve, pull, verify, plugins):
+    for command in (run, chat, serve, batch, pull, verify, plugins):
         app.command(command.__name__)(command)
     app.add_typer(build_bench())
     app.add_typer(build_artifact())
