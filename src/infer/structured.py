@@ -52,7 +52,7 @@ class StructuredOutput(BaseModel):
     compact: bool = False
     """JSON without white space between tokens."""
     whitespace_pattern: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Regex of the white space that JSON may have between tokens; the default is any amount."""
+    """Regex of the white space that JSON may have between tokens; the default is up to 128 characters."""
     forbid_additional_properties: bool = False
     """Objects of the schema that list their properties and do not say otherwise have no others."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
+from infer.api import structured
 from infer.api.artifacts import ArtifactFields, Wanted, all_vllm_routes, refuse_cancelled, vllm_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.fields import Body, BodyModel, Unsupported
@@ -72,6 +73,12 @@ _SAME_NAMES = (
 )
 # fmt: on
 
+
+class SamplingBody(BodyModel):
+    structured_outputs: dict[str, Any] | None = None
+    """Form of the answer: one of json, json_object, regex, choice, grammar, structural_tag."""
+
+
 GENERATE = Body(
     name="/inference/v1/generate",
     model=GenerateBody,
@@ -82,8 +89,10 @@ GENERATE = Body(
         "token_offsets": Unsupported(note="has no effect here", refused=False),
         "kv_transfer_params": Unsupported(note=_LATER),
         "ec_transfer_params": Unsupported(note=_LATER),
-        "reasoning_ended": Unsupported(note="structured output is not there yet"),
-        "reasoning_parser_kwargs": Unsupported(note="structured output is not there yet"),
+        "reasoning_ended": Unsupported(note="whether the prompt ends inside reasoning is read from its tokens"),
+        "reasoning_parser_kwargs": Unsupported(
+            note="the operator names the parser (structured_output.reasoning_parser)"
+        ),
         "lora_name": Unsupported(note=_LATER),
         "return_routed_experts": Unsupported(note="give it inside sampling_params"),
         "routed_experts_prompt_start": Unsupported(note="give it inside sampling_params"),
@@ -91,10 +100,11 @@ GENERATE = Body(
 )
 SAMPLING = Body(
     name="/inference/v1/generate sampling_params",
-    model=BodyModel,
+    model=SamplingBody,
     sampling={
         **{name: name for name in _SAME_NAMES},
         "include_stop_str_in_output": "include_stop",
+        "thinking_token_budget": "thinking_budget",
     },
     unsupported={
         "detokenize": Unsupported(note="see output_mode", harmless=_any),
@@ -104,9 +114,7 @@ SAMPLING = Body(
         "captured_as": Unsupported(note="captured rows are sent as bytes", harmless=lambda value: value == "rows"),
         "best_of": Unsupported(note="only /v1/completions has it", harmless=lambda value: value == 1),
         "truncate_prompt_tokens": Unsupported(note="send the tokens to be used"),
-        "structured_outputs": Unsupported(note="structured output is not there yet"),
-        "guided_decoding": Unsupported(note="structured output is not there yet"),
-        "thinking_token_budget": Unsupported(note=_LATER),
+        "guided_decoding": Unsupported(note="vLLM gave it up for structured_outputs"),
         "return_sampling_mask": Unsupported(note="ask for return_kept_set: the ids that stayed, and their mass"),
         "skip_reading_prefix_cache": Unsupported(note="give a cache_salt of the request's own"),
         "extra_args": Unsupported(note="it belongs to vLLM's plugins, ignored", refused=False),
@@ -154,6 +162,7 @@ async def generate(call: Call) -> Response | None:
             await _stream(call, writer, stream, artifact, usage)
         return None
     except InvalidRequestError as error:
+        error.parameter = structured.client_name(error.parameter, body.sampling_params)
         if error.parameter == "prompt":
             error.parameter = "token_ids"
         elif error.parameter in SAMPLING.known():
@@ -167,7 +176,8 @@ def token_params(data: dict[str, Any], call: Call) -> SamplingParams:
     extra = data.get("extra_args")
     if isinstance(extra, dict) and extra.get("kv_transfer_params") is not None:
         raise InvalidRequestError("kv_transfer_params is not supported: not there yet", parameter="extra_args")
-    _, values = SAMPLING.parse(data, unknown=settings.unknown_fields, notices=call.notices)
+    body, values = SAMPLING.parse(data, unknown=settings.unknown_fields, notices=call.notices)
+    structured.ask(values, structured.asked(None, body.structured_outputs))
     return generation.sampling_params(values, settings)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import Response
 
+from infer.api import structured
 from infer.api.context import ApiContext
 from infer.api.errors import ApiError, describe
 from infer.api.fields import Body
@@ -263,6 +264,7 @@ def _params(call: Call, body: OllamaBody) -> SamplingParams:
         values["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs=true", parameter="top_logprobs", value=body.top_logprobs)
+    structured.ask(values, structured.of_ollama(body.format))
     try:
         return generation.sampling_params(values, settings)
     except InvalidRequestError as error:

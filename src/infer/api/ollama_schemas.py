@@ -23,6 +23,8 @@ class OllamaBody(BodyModel):
     """Log-probabilities of the output tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Alternatives per token; needs logprobs."""
+    format: str | dict[str, Any] | None = None
+    """"json", or a JSON schema that the answer has to fit."""
 
 
 class ChatBody(OllamaBody):
@@ -56,7 +58,6 @@ def _any(value: Any) -> bool:
 
 
 _BOTH = {
-    "format": Unsupported(note="structured output is not there yet"),
     "keep_alive": Unsupported(note=_ONE_MODEL, refused=False, harmless=lambda value: value in (-1, "-1", "5m", 300)),
     "think": Unsupported(note="reasoning is not told apart from the answer yet"),
     "template": Unsupported(note="the operator chooses the template (model.chat_template)"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
+from infer.api import structured
 from infer.api.artifacts import carried, handed_on
 from infer.api.context import ApiContext, CallRegister
 from infer.api.fields import Body, BodyModel, Unsupported, invalid_field
@@ -258,7 +259,9 @@ class Renderer:
         """As in force: the checkpoint's defaults where the caller was silent; a seed is drawn when it runs."""
         given = {name: getattr(params, name) for name in params.model_fields_set}
         used = self._silent(params) | given
-        return {_THEIR_NAME[name]: value for name, value in sorted(used.items()) if value is not None}
+        asked = used.pop("structured_output", None)
+        told = {_THEIR_NAME[name]: value for name, value in sorted(used.items()) if value is not None}
+        return told if asked is None else told | {"structured_outputs": structured.to_vllm(asked)}
 
     def _silent(self, params: SamplingParams) -> dict[str, Any]:
         """What the checkpoint's defaults give where the caller was silent."""
@@ -299,15 +302,18 @@ class Renderer:
         logprobs: list[PositionLogprobs],
     ) -> Choice:
         """The reader of a running request reads the ids, and finds the text and the stop that it would have found."""
+        tokenizer = self._context.engine.tokenizer
+        # An end that is no token of its own is a grammar's: its last token belongs to the text.
+        ends = {*tokenizer.eos_token_ids, *getattr(tokenizer, "special_token_ids", ()), reply.stop_reason}
         admitted = Admitted(
             prompt_ids=prompt_ids,
             specs=(SamplingSpec(seed=reply.seed or 0),) * (reply.index + 1),
             max_tokens=1,
-            stop_ids={},
+            stop_ids={end: None for end in ends if isinstance(end, int)},
             params=params,
             defaults={},
         )
-        reader = ChoiceText(reply.index, admitted, self._context.engine.tokenizer, StopStrings(params.stop))
+        reader = ChoiceText(reply.index, admitted, tokenizer, StopStrings(params.stop))
         reason, matched = reply.finish_reason, reply.stop_reason
         if reason == "length" and matched == "deadline":
             reason, matched = "deadline", None

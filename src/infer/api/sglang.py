@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from infer.api import structured
 from infer.api.artifacts import Wanted, sglang_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.health import check_health
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 WEIGHT_VERSION = "default"
 """Of weights that were loaded at start and never replaced."""
-_THEIR_NAME = {ours: name for name, ours in SAMPLING.sampling.items()}
+_THEIR_NAME = {ours: name for name, ours in SAMPLING.sampling.items()} | {"structured_output": "json_schema"}
 
 
 def routes(context: ApiContext) -> list[ApiRoute]:
@@ -179,7 +180,8 @@ def _scored_ids(body: GenerateBody, index: int) -> list[int] | None:
 def _sampling(call: Call, data: dict[str, Any], logprobs: dict[str, Any]) -> SamplingParams:
     settings = call.context.settings
     try:
-        _, values = SAMPLING.parse(data, unknown=settings.unknown_fields, notices=call.notices)
+        body, values = SAMPLING.parse(data, unknown=settings.unknown_fields, notices=call.notices)
+        structured.ask(values, structured.of_sglang(body.model_dump()))
         if "max_new_tokens" not in data:
             values["max_tokens"] = MAX_NEW_TOKENS
         values |= {name: count for name, count in logprobs.items() if count is not None}

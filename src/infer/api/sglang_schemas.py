@@ -60,7 +60,6 @@ def _any(value: Any) -> bool:
 
 _LATER = "not there yet"
 _TEXT_ONLY = "infer takes text only"
-_GRAMMAR = "structured output is not there yet"
 _ROUTING = Unsupported(note="there is one worker here", refused=False)
 _NO_EFFECT = Unsupported(note="has no effect here", refused=False)
 
@@ -107,9 +106,24 @@ GENERATE = Body(
         "external_trace_header": _NO_EFFECT,
     },
 )
+
+
+class SamplingBody(BodyModel):
+    """Form of the answer: one of them."""
+
+    json_schema: str | None = None
+    """A JSON schema, as text."""
+    regex: str | None = None
+    """An expression that the whole answer matches."""
+    ebnf: str | None = None
+    """A grammar in EBNF or Lark."""
+    structural_tag: str | None = None
+    """Structural tags, as JSON text."""
+
+
 SAMPLING = Body(
     name="/generate sampling_params",
-    model=BodyModel,
+    model=SamplingBody,
     sampling={
         **{name: name for name in _SAME_NAMES},
         "max_new_tokens": "max_tokens",
@@ -119,10 +133,6 @@ SAMPLING = Body(
     },
     unsupported={
         "stop_regex": Unsupported(note=_LATER),
-        "json_schema": Unsupported(note=_GRAMMAR),
-        "regex": Unsupported(note=_GRAMMAR),
-        "ebnf": Unsupported(note=_GRAMMAR),
-        "structural_tag": Unsupported(note=_GRAMMAR),
         "custom_params": Unsupported(note="custom logit processors are not there yet"),
         "spaces_between_special_tokens": Unsupported(note="has no effect here", harmless=_any),
         "stream_interval": Unsupported(note="the operator chooses it (scheduler.stream_interval)", refused=False),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 PADDED_SPECIAL = b"<|unused-%d|>"
 _HEADER = re.compile(r"^[ \t]*%llguidance[ \t]*(\{[^\n]*\})[ \t]*$", re.MULTILINE)
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| .*", re.DOTALL)
+WHITESPACE = r"[ \t\n\r]{0,128}"
+"""Between JSON tokens. Bounded: models that have nothing to say write white space for ever."""
 MAX_LEXER_STATES = 100_000
 """Of one compiled grammar, over all outputs it guides; about a kilobyte each."""
 
@@ -209,8 +211,8 @@ def _schema(source: GrammarSource) -> dict[str, Any]:
     if source.forbid_additional_properties:
         schema = forbid_additional(schema)
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": not source.compact}
-    if source.whitespace_pattern is not None:
-        options["whitespace_pattern"] = source.whitespace_pattern
+    if not source.compact:
+        options["whitespace_pattern"] = source.whitespace_pattern or WHITESPACE
     return {**schema, "x-guidance": options}
 
 

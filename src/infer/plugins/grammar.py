@@ -25,7 +25,7 @@ class GrammarSource(msgspec.Struct, frozen=True, kw_only=True):
     compact: bool = False
     """JSON without white space."""
     whitespace_pattern: str | None = None
-    """Regex of the white space between JSON tokens; None: any amount."""
+    """Regex of the white space between JSON tokens; None: any, up to a bound that leaves room for indentation."""
     forbid_additional_properties: bool = False
 
 

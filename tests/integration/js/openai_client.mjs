@@ -55,7 +55,7 @@ const seen = {
   completion_ids: await client.completions.create({ ...settings, prompt: [5, 6, 7], max_tokens: 2 }),
   completion_several: await client.completions.create(several),
   embedding: await refused(client.embeddings.create({ model, input: "x" })),
-  structured: await refused(client.chat.completions.create({ ...settings, messages, response_format: { type: "json_schema", json_schema: { name: "x", schema: { type: "object" } } } })),
+  structured: await refused(client.chat.completions.create({ ...settings, messages, response_format: { type: "json_schema", json_schema: { name: "x", schema: { not: {} } } } })),
   tools: await refused(client.chat.completions.create({ ...settings, messages, tools: [{ type: "function", function: { name: "f", parameters: {} } }] })),
   wrong_model: await refused(client.chat.completions.create({ ...settings, messages, model: "no-such-model" })),
   wrong_value: await refused(client.chat.completions.create({ ...settings, messages, temperature: -1 })),

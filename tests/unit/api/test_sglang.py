@@ -144,7 +144,7 @@ async def test_without_a_tokenizer_there_is_no_text() -> None:
         ({"image_data": "data:..."}, "image_data"),
         ({"input_ids": [1]}, "input_ids"),
         ({"text": None}, "input_ids"),
-        ({"sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+        ({"sampling_params": {"stop_regex": "a+"}}, "sampling_params.stop_regex"),
         ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"sampling_params": {"sampling_seed": -4}}, "sampling_params.sampling_seed"),
         ({"return_logprobs": True}, "return_logprobs"),

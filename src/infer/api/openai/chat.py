@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from infer.api import structured
 from infer.api.artifacts import Wanted, all_vllm_routes, vllm_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.openai import generation
@@ -34,7 +35,13 @@ NO_ROUTES: Mapping[int, dict[str, Any]] = MappingProxyType({})
 
 def routes(context: ApiContext) -> list[ApiRoute]:
     return [
-        ApiRoute(method="POST", path="/v1/chat/completions", handler=chat, summary="Answer a conversation", body=CHAT)
+        ApiRoute(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=structured.named(chat),
+            summary="Answer a conversation",
+            body=CHAT,
+        )
     ]
 
 
@@ -76,6 +83,7 @@ def chat_params(body: ChatBody, values: dict[str, Any], call: Call) -> SamplingP
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
     generation.ask_for_beams(body, values)
+    structured.ask(values, structured.asked(body.response_format, body.structured_outputs))
     try:
         return generation.sampling_params(values, call.context.settings)
     except InvalidRequestError as error:

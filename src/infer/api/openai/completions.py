@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from infer.api import structured
 from infer.api.artifacts import Wanted, all_vllm_routes, vllm_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.openai import generation
@@ -24,7 +25,11 @@ from infer.types import Delta, SamplingParams
 def routes(context: ApiContext) -> list[ApiRoute]:
     return [
         ApiRoute(
-            method="POST", path="/v1/completions", handler=completions, summary="Continue prompts", body=COMPLETION
+            method="POST",
+            path="/v1/completions",
+            handler=structured.named(completions),
+            summary="Continue prompts",
+            body=COMPLETION,
         )
     ]
 
@@ -74,6 +79,7 @@ def completion_params(body: CompletionBody, values: dict[str, Any], call: Call) 
         if body.echo:
             values.setdefault("prompt_logprobs", body.logprobs)
     generation.ask_for_beams(body, values)
+    structured.ask(values, structured.asked(body.response_format, body.structured_outputs))
     params = generation.sampling_params(values, call.context.settings)
     num_returned, best_of = params.n, body.best_of
     if best_of is None or best_of == num_returned:

@@ -48,6 +48,10 @@ class GenerationBody(ArtifactFields):
     """Keep this many tokens of the prompt; -1: as many as fit the context."""
     truncation_side: Literal["left", "right"] = "left"
     """Where tokens are cut off."""
+    response_format: dict[str, Any] | None = None
+    """Form of the answer: {"type": "text", "json_object", "json_schema" or "structural_tag"}. Schemas are kept, strict or not."""
+    structured_outputs: dict[str, Any] | None = None
+    """Form of the answer in vLLM's words: one of json, json_object, regex, choice, grammar, structural_tag."""
     return_progress: bool = False
     """Send prefill progress as chunks with empty choices and `prompt_progress`."""
     use_beam_search: bool = False
@@ -129,6 +133,7 @@ _SAMPLING = {
     "forced_token_ids": "forced_token_ids",
     "return_routed_experts": "return_routed_experts",
     "routed_experts_prompt_start": "routed_experts_prompt_start",
+    "thinking_token_budget": "thinking_budget",
 }
 
 
@@ -138,7 +143,7 @@ def _is(*values: Any) -> Any:
 
 
 _TOOLS = "tool calling is not there yet"
-_GRAMMAR = "structured output is not there yet"
+_GUIDED = 'vLLM gave it up for structured_outputs={{"{}": ...}}'
 _LATER = "not there yet"
 _NO_EFFECT = "has no effect here"
 
@@ -148,13 +153,12 @@ _BOTH: dict[str, Unsupported] = {
     "service_tier": Unsupported(note=_NO_EFFECT, refused=False, harmless=_is("auto", "default")),
     "spaces_between_special_tokens": Unsupported(note=_NO_EFFECT, refused=False, harmless=_is(True, False)),
     "captured_as": Unsupported(note="captured rows are sent as bytes", harmless=_is("rows")),
-    "response_format": Unsupported(note=_GRAMMAR, harmless=lambda value: value == {"type": "text"}),
-    "structured_outputs": Unsupported(note=_GRAMMAR),
-    "guided_json": Unsupported(note=_GRAMMAR),
-    "guided_regex": Unsupported(note=_GRAMMAR),
-    "guided_choice": Unsupported(note=_GRAMMAR),
-    "guided_grammar": Unsupported(note=_GRAMMAR),
-    "thinking_token_budget": Unsupported(note=_LATER),
+    "guided_json": Unsupported(note=_GUIDED.format("json")),
+    "guided_regex": Unsupported(note=_GUIDED.format("regex")),
+    "guided_choice": Unsupported(note=_GUIDED.format("choice")),
+    "guided_grammar": Unsupported(note=_GUIDED.format("grammar")),
+    "guided_whitespace_pattern": Unsupported(note=_GUIDED.format("whitespace_pattern")),
+    "guided_decoding_backend": Unsupported(note="the operator chooses it (structured_output.backend)"),
     "kv_transfer_params": Unsupported(note=_LATER),
     "vllm_xargs": Unsupported(note="it belongs to vLLM's plugins"),
     "prompt_embeds": Unsupported(note=_LATER),
