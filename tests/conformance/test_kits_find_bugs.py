@@ -335,6 +335,39 @@ def test_platform_op(plant: Plant, registry: Registry, op: str, bug: Any, broken
     assert failures(platform.checks(spec)) == {broken}
 
 
+class _Replays:
+    """A graph that gives again what the work gave when it was recorded."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def replay(self) -> Any:
+        return self.result
+
+
+def _records_the_result(platform: Any, work: Any) -> Any:
+    result = work()
+    return result, _Replays(result)
+
+
+def _overlooks_torch(platform: Any, work: Any) -> Any:
+    """Records the platform's own calls and takes them for all there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infer.backends.cpu.tape._looks_at", lambda args, out: True)
+        return type(platform).record(platform, work)
+
+
+@pytest.mark.parametrize("bug", [_records_the_result, _overlooks_torch])
+def test_platform_graphs(plant: Plant, registry: Registry, bug: Any) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "cpu", threads)
+        made.record = lambda work: bug(made, work)
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant(make))
+    assert failures(platform.checks(spec)) == {"graphs"}
+
+
 def test_platform_that_leaks_its_thread_count(plant: Plant, registry: Registry) -> None:
     def make(threads: int | None) -> Any:
         made = registry.create("platform", "reference", threads)

@@ -91,7 +91,7 @@ async def run(
 ) -> list[Completion]:
     config = EngineConfig(
         model={"ref": str(path), "dtype": dtype, "skip_tokenizer": True, "quantization": quantization},
-        platform={"name": "cpu", "threads": schedule.get("threads", 2)},
+        platform={"name": "cpu", "threads": schedule.get("threads", 2), "graphs": schedule.get("graphs", False)},
         cache={
             "num_blocks": schedule.get("blocks", 120),
             "prefix_caching": schedule.get("prefix_caching", True),
@@ -138,6 +138,7 @@ SCHEDULES = st.fixed_dictionaries(
         "depth": st.sampled_from([1, 2]),
         "blocks": st.sampled_from([12, 120]),
         "prefix_caching": st.booleans(),
+        "graphs": st.booleans(),
     }
 )
 

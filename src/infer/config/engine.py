@@ -118,6 +118,9 @@ class PlatformSection(Section):
     """Platform plugin; auto takes the available one with the highest priority."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of one step; None: the CPUs this process may use."""
+    graphs: bool = True
+    """Record the operations of a decode step and repeat them without Python between, where the platform can. Results are
+    the same."""
 
 
 class NumericsSection(Section):

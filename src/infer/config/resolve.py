@@ -77,6 +77,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: no request can ask for captured rows, and nothing of it exists."""
     kernel_fingerprint: str = ""
     """As the platform says."""
+    graphs: bool = True
+    """Decode steps are recorded and repeated where the platform can."""
 
 
 def resolve(
@@ -137,6 +139,7 @@ def resolve(
         dtype=dtype,
         platform=limits.name,
         threads=config.platform.threads or limits.threads,
+        graphs=config.platform.graphs,
         scheduler=_resolve_scheduler(config, max_model_len),
         cache=ResolvedCache(
             block_size=config.cache.block_size,

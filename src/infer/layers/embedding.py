@@ -36,4 +36,6 @@ class Embedding(Layer):
             x = self.ops.blocks.rows(token_ids, weight.data, weight.blocks, weight.shape[1], self.dtype)
         else:
             x = self.ops.embedding(token_ids, weight.data)
-        return x if self.scale is None else x.mul_(self.scale)  # rows of its own, whatever the op
+        if self.scale is None:
+            return x
+        return x.mul_(self.scale) if self.ops.scale is None else self.ops.scale(x, self.scale)  # rows of its own

@@ -204,6 +204,8 @@ class Ops:
     head_logits: Callable[[Tensor, Tensor], Tensor] | None = None
     """(hidden [M, N], weight [V, N], packed or not) -> fp32 [M, V]: `linear` without rounding the result to x's dtype."""
 
+    scale: Callable[[Tensor, float], Tensor] | None = None
+    """(x, factor) -> factor * x in x's dtype."""
     sigmoid: Callable[[Tensor], Tensor] | None = None
     """Of each element, in x's dtype; without it torch's, whose last bit depends on an element's place in the tensor."""
     tanh: Callable[[Tensor], Tensor] | None = None
@@ -241,6 +243,28 @@ class Platform(Protocol):
 
     def close(self) -> None:
         """Free what the platform itself holds."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> Tensor:
+        """Do the work again, on what its input tensors hold now. -> what it returned when it was recorded, the same tensor
+        with new values; they last until the next replay or recording."""
+        ...
+
+
+@runtime_checkable
+class SupportsGraphs(Protocol):
+    """A platform that can repeat a sequence of operations without Python between them.
+
+    The work reads tensors that stay where they are, among them its input, and runs under `step_context`.
+    """
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Graph | None]:
+        """Do the work once. -> its result, and the graph; None where something in the work cannot be repeated, for example
+        an operation that is not the platform's own."""
         ...
 
 

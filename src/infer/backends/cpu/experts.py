@@ -10,8 +10,7 @@ from torch import Tensor
 
 from infer.backends.cpu.block_formats import BLOCK_KINDS
 from infer.backends.cpu.dtypes import LANES, PACKED_DIM, dtype_number
-from infer.backends.cpu.library import Library
-from infer.backends.reference.scratch import Scratch
+from infer.backends.cpu.kernels import Kernels
 from infer.plugins.platform import ExpertStack, Routing
 
 PACKED, PLAIN = -1, -2
@@ -20,19 +19,8 @@ SCORING = {"softmax": 0, "top_k_softmax": 1, "sigmoid": 2}
 GROUP_SCORE = {"max": 0, "top2_sum": 1}
 
 
-class NativeExperts:
+class NativeExperts(Kernels):
     """Shapes and meanings as `plugins.platform.Ops` documents them."""
-
-    def __init__(self, library: Library, scratch: Scratch) -> None:
-        self._library = library
-        self._call = library.call
-        self._scratch = scratch
-        self._dry = scratch.dry
-        """While planning results have a shape and nothing is computed: weights are not there yet."""
-
-    def _new(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        placed = self._scratch.place(shape, dtype)
-        return torch.empty(shape, dtype=dtype) if placed is None else placed
 
     def route(self, logits: Tensor, rule: Routing, bias: Tensor | None, tap: Tensor | None) -> tuple[Tensor, Tensor]:
         (tokens, experts), top_k = logits.shape, rule.top_k
@@ -128,13 +116,6 @@ class NativeExperts:
             *x.shape,
         )
         return out
-
-    def _dense(self, x: Tensor) -> Tensor:
-        """x, or a copy without gaps."""
-        if x.is_contiguous():
-            return x
-        out = self._new(x.dtype, *x.shape)
-        return out if self._dry else out.copy_(x)
 
 
 def _form(stack: ExpertStack) -> int:

@@ -5,17 +5,15 @@ Called on the worker thread. Every result is independent of what else is in the 
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from infer.backends.cpu.block_formats import BLOCK_FORMATS, BLOCK_KINDS
 from infer.backends.cpu.dtypes import LANES, PACKED_DIM
 from infer.backends.cpu.experts import NativeExperts
+from infer.backends.cpu.kernels import Kernels
 from infer.backends.cpu.library import AttentionArgs, Library
 from infer.backends.cpu.tensors import DTYPES, FP8, cache_number, dtype_number, side_by_side, with_dense_rows
-from infer.backends.reference import kv
 from infer.backends.reference.scratch import Scratch
 from infer.plugins.platform import UNSCALED, AttentionMetadata, BlockOps, KVScales, Ops
 
@@ -23,7 +21,11 @@ from infer.plugins.platform import UNSCALED, AttentionMetadata, BlockOps, KVScal
 def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
     """The table over one library and its threads; large results lie in `scratch`."""
     scratch = scratch or Scratch()
-    native, experts = NativeOps(library, scratch), NativeExperts(library, scratch)
+    return table_of(NativeOps(library, scratch), NativeExperts(library, scratch))
+
+
+def table_of(native: NativeOps, experts: NativeExperts) -> Ops:
+    """The operations as layers call them."""
     return Ops(
         embedding=native.embedding,
         linear=native.linear,
@@ -33,7 +35,7 @@ def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
         gelu_tanh_and_mul=native.gelu_tanh_and_mul,
         write_kv=native.write_kv,
         attention=native.attention,
-        gather_rows=kv.gather_rows,
+        gather_rows=native.gather_rows,
         add_rms_norm=native.add_rms_norm,
         topk_router=experts.route,
         moe=experts.moe,
@@ -43,6 +45,7 @@ def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
         rotary_angles=native.rotary_angles,
         sigmoid=native.sigmoid,
         tanh=native.tanh,
+        scale=native.scale,
         widen=experts.widen,
         add_shared=experts.add_shared,
         blocks=BlockOps(
@@ -72,33 +75,28 @@ def unpack(weight: Tensor) -> Tensor:
     return weight.transpose(1, 2).reshape(weight.shape[0] * LANES, -1)
 
 
-class NativeOps:
+class NativeOps(Kernels):
     """Shapes and meanings as `plugins.platform.Ops` documents them."""
-
-    def __init__(self, library: Library, scratch: Scratch) -> None:
-        self._library = library
-        self._call = library.call
-        self._scratch = scratch
-        self._dry = scratch.dry
-        """While planning results have a shape and nothing is computed: weights are not there yet."""
-
-    def _new(self, dtype: torch.dtype, *shape: int) -> Tensor:
-        placed = self._scratch.place(shape, dtype)
-        return torch.empty(shape, dtype=dtype) if placed is None else placed
-
-    def _dense(self, x: Tensor) -> Tensor:
-        """x, or a copy without gaps."""
-        if x.is_contiguous():
-            return x
-        out = self._new(x.dtype, *x.shape)
-        return out if self._dry else out.copy_(x)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         if weight.dim() != PACKED_DIM:
-            return kv.embedding(ids, weight, self._scratch)
-        out = self._new(weight.dtype, len(ids), weight.shape[1] * weight.shape[3])
-        for rows in self._scratch.tiles(out):
-            out[rows] = weight[ids[rows] // LANES, :, ids[rows] % LANES].flatten(1)
+            return self.gather_rows(weight, ids)
+        ids, inner = ids.contiguous(), weight.shape[1] * weight.shape[3]
+        out = self._new(weight.dtype, len(ids), inner)
+        if not self._dry:
+            self._call.infer_packed_rows(
+                dtype_number(weight), weight.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), inner
+            )
+        return out
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        rows = rows.contiguous()
+        out = self._new(x.dtype, len(rows), x.shape[1])
+        if not self._dry:
+            x = x.contiguous()
+            self._call.infer_gather_rows(
+                x.data_ptr(), rows.data_ptr(), out.data_ptr(), len(rows), x.shape[1] * x.element_size()
+            )
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -249,6 +247,13 @@ class NativeOps:
         )
         return out
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        x = self._dense(x)
+        out = self._new(x.dtype, *x.shape)
+        if not self._dry:
+            self._call.infer_scale(dtype_number(x), x.data_ptr(), out.data_ptr(), x.numel(), factor)
+        return out
+
     def sigmoid(self, x: Tensor) -> Tensor:
         return self._unary(x, 0)
 
@@ -346,5 +351,5 @@ class NativeOps:
             cache_dtype=cache_dtype,
             out_scale=scales[1],
         )
-        self._call.infer_attention(self._library.pool, dtype_number(q), ctypes.addressof(args))
+        self._call.infer_attention(self._library.pool, dtype_number(q), args)
         return out.to(dtype)

@@ -14,16 +14,22 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from infer.backends.cpu.build import build_library, find_compiler
+from infer.backends.cpu.experts import NativeExperts
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops
+from infer.backends.cpu.ops import NativeOps, make_ops, table_of
+from infer.backends.cpu.tape import Tape, record
 from infer.backends.reference import memory
 from infer.backends.reference.platform import inference, torch_fingerprint
 from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
+
+ARENA = 1 << 26
+"""Bytes of address space for what recorded steps write; of it, pages that they use cost memory."""
 
 
 class NativePlatform:
@@ -38,7 +44,9 @@ class NativePlatform:
         self._library = Library(library, self.threads)
         self._fingerprint = f"{library.stem.removeprefix('infer-')} {torch_fingerprint()}"  # named by its content
         self._scratch = Scratch()
-        self.ops = make_ops(self._library, self._scratch)
+        self._kernels = NativeOps(self._library, self._scratch), NativeExperts(self._library, self._scratch)
+        self._arena = Scratch(large=0)
+        self.ops = table_of(*self._kernels)
 
     def limits(self) -> PlatformLimits:
         total, available = memory.memory()
@@ -61,6 +69,11 @@ class NativePlatform:
         scratch = Scratch(dry=True)
         return make_ops(self._library, scratch), lambda: scratch.high_water
 
+    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Tape | None]:
+        if not self._arena.reserved:
+            self._arena.reserve(ARENA)
+        return record(self._library, self._kernels, self._arena, work)
+
     def reserve_workspace(self, num_bytes: int) -> None:
         self._scratch.reserve(num_bytes)
 
@@ -78,6 +91,7 @@ class NativePlatform:
     def close(self) -> None:
         """End the threads; the buffer and what the model held go back to the operating system."""
         self._scratch.release()
+        self._arena.release()
         self._library.close()
         memory.return_free_memory()
 

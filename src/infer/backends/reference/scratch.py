@@ -30,12 +30,19 @@ class Scratch:
     to count them: the tensors have a shape and memory that nobody touches, and ops compute nothing.
     """
 
-    def __init__(self, *, dry: bool = False) -> None:
+    def __init__(self, *, dry: bool = False, large: int = LARGE) -> None:
+        """large: bytes from which a tensor is placed in the buffer."""
         self.dry = dry
+        self._large = large
         self.high_water = 0
         """Most bytes of the buffer in use at a time so far, gaps included."""
         self._buffer: NDArray[np.uint8] | None = None
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+
+    @property
+    def reserved(self) -> bool:
+        """Whether there is a buffer."""
+        return self._buffer is not None
 
     def reserve(self, num_bytes: int) -> None:
         """Take address space; its pages cost memory from the first use on."""
@@ -56,7 +63,7 @@ class Scratch:
         size = math.prod(shape) * dtype.itemsize
         if self.dry:
             return self._dry(shape, dtype, size)
-        if size < LARGE or self._buffer is None:
+        if size < self._large or self._buffer is None:
             return None
         start = self._gap(size)
         if start + size > len(self._buffer):
@@ -79,7 +86,7 @@ class Scratch:
             yield slice(start, start + step)
 
     def _dry(self, shape: Sequence[int], dtype: torch.dtype, size: int) -> Tensor:
-        if size < LARGE:
+        if size < self._large:
             return torch.empty(shape, dtype=dtype)
         with torch._C.DisableTorchFunction():  # what watches torch's allocations shall not count this one
             piece = np.empty(size, dtype=np.uint8)

@@ -84,6 +84,11 @@ class RowCapture:
             return taps
         return taps + sum(store.object_bytes * store.num_objects for store in self._stores.values())
 
+    @property
+    def is_tapping(self) -> bool:
+        """Whether the model writes into taps in this step."""
+        return self._attached
+
     def probe(self, num_tokens: int, run: Callable[[], object]) -> None:
         """Run a step of so many tokens with open taps and check that all of them are written. Raises `ConfigError`."""
         self._open_taps(num_tokens)

@@ -83,9 +83,10 @@ class InputBatch:
         self._features = np.zeros(max_num_seqs, dtype=np.int64)
         self._rows: list[SamplingRow | None] = [None] * max_num_seqs
         self._poison: dict[int, str] = {}
-        max_blocks = -(-self._width // block_size)
+        self.max_blocks = -(-self._width // block_size)
+        """Of a row, in each group."""
         self._windows = [group.window for group in layout.groups]
-        self._tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int32) for _ in layout.groups]
+        self._tables = [np.zeros((max_num_seqs, self.max_blocks), dtype=np.int32) for _ in layout.groups]
         self._num_blocks = np.zeros((len(layout.groups), max_num_seqs), dtype=np.int64)
         self.group_of_layer = {layer: g for g, group in enumerate(layout.groups) for layer in group.layer_ids}
 

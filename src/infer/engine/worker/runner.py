@@ -21,10 +21,11 @@ from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, prompt_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
 from infer.engine.worker.capture import CapturedStep, RowCapture
+from infer.engine.worker.graphs import DecodeGraphs
 from infer.engine.worker.guides import GuidedRows
 from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
 from infer.plugins.model import CausalLM
-from infer.plugins.platform import Platform, SupportsWorkspace
+from infer.plugins.platform import Platform, SupportsGraphs, SupportsWorkspace
 
 
 class Runner:
@@ -53,6 +54,10 @@ class Runner:
         self._guides = GuidedRows(grammars)
         self._processors = processors
         self._batch = self._new_batch()
+        self._graphs: DecodeGraphs | None = None
+        if isinstance(platform, SupportsGraphs) and resolved.graphs:
+            limits = resolved.scheduler
+            self._graphs = DecodeGraphs(platform, limits.max_num_seqs, self._batch.max_blocks, platform.device)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan. Rows come back in the plan's order."""
@@ -123,6 +128,8 @@ class Runner:
             if self._capture is not None:
                 self._capture.close()
             self._guides.close()
+            if self._graphs is not None:
+                self._graphs.close()
             self._model = None
             self._kv = {}
             self._platform.close()
@@ -147,7 +154,12 @@ class Runner:
 
     def _run(self, rows: StepRows, result: StepResult, step: CapturedStep | None) -> None:
         model = self._loaded()
-        hidden = model.forward(self._batch.forward_batch(rows, self._kv))
+        batch, graphs = self._batch.forward_batch(rows, self._kv), self._graphs
+        if graphs is not None and graphs.takes(batch):
+            tapped = self._capture is not None and self._capture.is_tapping
+            hidden = graphs.forward(model, batch, tapped=tapped)
+        else:
+            hidden = model.forward(batch)
         if self._capture is not None and step is not None:
             self._capture.snapshot(step, rows)
         errors = self._batch.poisoned(rows)

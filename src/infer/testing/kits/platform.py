@@ -13,7 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infer.plugins.platform import AttentionMetadata, Ops, Platform, PlatformSpec, Probe, SupportsWorkspace
+from infer.plugins.platform import (
+    AttentionMetadata,
+    Ops,
+    Platform,
+    PlatformSpec,
+    Probe,
+    SupportsGraphs,
+    SupportsWorkspace,
+)
 from infer.testing.kits import Check, expect, load
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -31,6 +39,7 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     yield Check("limits", partial(_limits, spec, platform))
     yield Check("step_context_restores_what_it_changes", partial(_step_context, platform))
     yield Check("workspace", partial(_workspace, platform))
+    yield Check("graphs", partial(_graphs, platform))
     for name in platform.limits().dtypes:
         for body in (_embedding, _linear, _rms_norm, _add_rms_norm, _rotary, _gated, _gather, _write_kv, _attention):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, platform, getattr(torch, name)))
@@ -114,6 +123,35 @@ def _workspace(platform: Platform) -> None:
             for _ in range(2):
                 draw.close(platform.ops.linear(x, weight, None), _double(x) @ _double(weight).T, "linear in the buffer")
                 platform.trim()
+
+
+def _graphs(platform: Platform) -> None:
+    """A replay computes from what its input holds now, with all that was recorded; work of which a part would be left out
+    gives no graph."""
+    if not isinstance(platform, SupportsGraphs):
+        return
+    ops = platform.ops
+    with platform.step_context():
+        draw = Draw(platform, getattr(torch, platform.limits().dtypes[0]))
+        x, weight, norm = draw.floats(3, 32), draw.floats(64, 32), draw.floats(32)
+
+        def own() -> Tensor:
+            return ops.silu_and_mul(ops.linear(ops.rms_norm(x, norm, 1e-5), weight, None))
+
+        def foreign() -> Tensor:
+            return ops.silu_and_mul(ops.linear(x * 2, weight, None))
+
+        for work in (own, foreign):
+            first = work().clone()
+            result, graph = platform.record(work)
+            expect(torch.equal(result, first), "recording changes the result")
+            for factor in (3.0, 1.0) if graph is not None else ():
+                x.mul_(factor)
+                expected = work().clone()
+                expect(
+                    graph is not None and torch.equal(graph.replay(), expected),
+                    f"a replay of {work.__name__} work differs",
+                )
 
 
 def _embedding(ops: Ops, draw: Draw) -> None:

@@ -13,6 +13,9 @@ void infer_pool_destroy(void* pool);
 void infer_linear(void* pool, int dtype, int packed, int out_fp32, const void* x, const void* w, const void* bias, void* y,
                   int64_t tokens, int64_t n, int64_t k);
 
+// Rows of a packed weight (packed.h), in the dtype they are stored in.
+void infer_packed_rows(int dtype, const void* packed, const int64_t* ids, void* y, int64_t count, int64_t k);
+
 // Weights in blocks, see block_format.h. `stored` is row after row as in a GGUF; `packed` has the same number of bytes.
 void infer_pack_blocks(int kind, const void* stored, void* packed, int64_t n, int64_t k);
 void infer_block_rows(int dtype, int kind, const void* packed, const int64_t* ids, void* y, int64_t count, int64_t k);
@@ -29,6 +32,12 @@ void infer_gate(void* pool, int dtype, int kind, const void* x, void* y, int64_t
 // heads [tokens, num_heads] blocks of `size`, row stride `stride` elements; the first 2 * half of each are rotated.
 void infer_rotary(void* pool, int dtype, const void* x, const float* cos, const float* sin, void* y, int64_t tokens,
                   int64_t heads, int64_t size, int64_t half, int64_t stride);
+// y = factor * x.
+void infer_scale(int dtype, const void* x, void* y, int64_t count, float factor);
+// Rows of so many bytes that lie `stride` bytes apart, one behind the other.
+void infer_copy_rows(const void* x, void* y, int64_t rows, int64_t row, int64_t stride);
+// Rows of so many bytes, by number.
+void infer_gather_rows(const void* x, const int64_t* ids, void* y, int64_t count, int64_t row);
 // kind 0: sigmoid, 1: tanh.
 void infer_unary(int dtype, int kind, const void* x, void* y, int64_t count);
 // cos and sin of position * frequency, times factor; fp32 [tokens, size].
@@ -79,4 +88,11 @@ void infer_route(void* pool, int dtype, const void* logits, const float* bias, f
 void infer_widen(const void* x, float* y, int64_t count);
 // y = x + shared, or x + shared * sigmoid(gate) with one gate [T] per token.
 void infer_add_shared(int dtype, const void* x, const void* shared, const void* gate, void* y, int64_t tokens, int64_t n);
+
+// A sequence of the calls above that write results (not those about threads and packing), by name. Arguments are 64 bits
+// each: pointers, sign-extended integers, doubles' bits. 0 if there is no such call with so many arguments.
+void* infer_tape_create();
+void infer_tape_destroy(void* tape);
+int infer_tape_add(void* tape, const char* name, const uint64_t* slots, int64_t count);
+void infer_tape_run(const void* tape);
 }

@@ -36,3 +36,24 @@ extern "C" void infer_linear(void* pool, int dtype, int packed, int out_fp32, co
         linear(p, packed, (const bf16*)x, (const bf16*)w, (const bf16*)bias, (bf16*)y, tokens, n, k);
     }
 }
+
+namespace infer {
+
+// Sixteen rows lie side by side in groups of P columns.
+template <class T, int P>
+static void packed_rows(const T* packed, const int64_t* ids, T* y, int64_t count, int64_t k) {
+    for (int64_t i = 0; i < count; ++i, y += k) {
+        const T* row = packed + ids[i] / W * W * k + ids[i] % W * P;
+        for (int64_t j = 0; j < k; j += P, row += W * P)
+            for (int p = 0; p < P; ++p) y[j + p] = row[p];
+    }
+}
+
+}  // namespace infer
+
+extern "C" void infer_packed_rows(int dtype, const void* packed, const int64_t* ids, void* y, int64_t count, int64_t k) {
+    if (dtype == FP32)
+        packed_rows<float, 1>((const float*)packed, ids, (float*)y, count, k);
+    else
+        packed_rows<bf16, 2>((const bf16*)packed, ids, (bf16*)y, count, k);
+}

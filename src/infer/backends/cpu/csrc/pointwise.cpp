@@ -1,4 +1,5 @@
 #include <cmath>
+#include <cstring>
 
 #include "api.h"
 #include "pool.h"
@@ -152,4 +153,31 @@ extern "C" void infer_angles(const int64_t* positions, const float* frequencies,
             cos[t * size + i] = std::cos(angle) * factor;
             sin[t * size + i] = std::sin(angle) * factor;
         }
+}
+
+namespace infer {
+
+template <class T>
+static void scale(const T* x, T* y, int64_t count, float factor) {
+    for (int64_t i = 0; i < count; i += W) {
+        int left = int(count - i < W ? count - i : W);
+        store_some(y + i, load_some(x + i, left) * factor, left);
+    }
+}
+
+}  // namespace infer
+
+extern "C" void infer_scale(int dtype, const void* x, void* y, int64_t count, float factor) {
+    if (dtype == FP32)
+        scale((const float*)x, (float*)y, count, factor);
+    else
+        scale((const bf16*)x, (bf16*)y, count, factor);
+}
+
+extern "C" void infer_copy_rows(const void* x, void* y, int64_t rows, int64_t row, int64_t stride) {
+    for (int64_t i = 0; i < rows; ++i) std::memcpy((char*)y + i * row, (const char*)x + i * stride, size_t(row));
+}
+
+extern "C" void infer_gather_rows(const void* x, const int64_t* ids, void* y, int64_t count, int64_t row) {
+    for (int64_t i = 0; i < count; ++i) std::memcpy((char*)y + i * row, (const char*)x + ids[i] * row, size_t(row));
 }

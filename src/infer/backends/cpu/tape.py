@@ -1,0 +1,111 @@
+"""Records the library's calls of one piece of work and runs them again natively, without Python between them.
+
+Called on the worker thread; a tape owns its copy of the arguments, the tensors behind them are the arena's and the model's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from infer.backends.cpu.kernels import Kernels
+from infer.backends.cpu.library import Library
+from infer.backends.reference.scratch import Scratch
+
+
+class Recorder:
+    """Stands in for `Library.call` while work is recorded: what writes is executed and kept."""
+
+    def __init__(self, library: Library) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._library = library
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._library.call, name)
+        if not self._library.writes(name):
+            return function  # type: ignore[no-any-return]
+
+        def call(*args: Any) -> None:
+            self.calls.append((name, args))
+            function(*args)
+
+        return call
+
+
+class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices when torch itself computes or allocates: a tape would leave that out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.foreign: str | None = None
+        """The first operation that a tape cannot hold."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.foreign is None and (func._schema.is_mutable or not _looks_at(args, out)):
+            self.foreign = func._schema.name
+        return out
+
+
+class Tape:
+    """`plugins.platform.Graph` over recorded calls."""
+
+    def __init__(self, library: Library, calls: list[tuple[str, tuple[Any, ...]]], output: Tensor) -> None:
+        """Raises `LookupError` for a call that the library cannot repeat."""
+        self._library = library
+        self._output = output
+        self._structures = [value for _, args in calls for value in args if isinstance(value, ctypes.Structure)]
+        """What arguments point at must live as long as the tape."""
+        self._tape: int | None = library.call.infer_tape_create()
+        for name, args in calls:
+            slots = (ctypes.c_uint64 * len(args))(*map(_slot, library.arguments(name), args))
+            if not library.call.infer_tape_add(self._tape, name.encode(), slots, len(args)):
+                raise LookupError(f"{name} with {len(args)} arguments is no operation of a tape")
+
+    def replay(self) -> Tensor:
+        self._library.call.infer_tape_run(self._tape)
+        return self._output
+
+    def __del__(self) -> None:
+        if self._tape is not None:
+            self._library.call.infer_tape_destroy(self._tape)
+            self._tape = None
+
+
+def record(
+    library: Library, kernels: Sequence[Kernels], arena: Scratch, work: Callable[[], Tensor]
+) -> tuple[Tensor, Tape | None]:
+    """Do the work once, the results of `kernels` in `arena`. -> what it returned, and the tape; None where not all of it was
+    a call of the library."""
+    recorder, watch = Recorder(library), OnlyViews()
+    with ExitStack() as stack:
+        for table in kernels:
+            stack.enter_context(table.calling(recorder, arena))
+        stack.enter_context(watch)
+        output = work()
+    if watch.foreign is not None:
+        return output, None
+    return output, Tape(library, recorder.calls, output)
+
+
+def _looks_at(args: Sequence[Any], out: Any) -> bool:
+    """Whether an operation's result is nothing but another look at the memory of its arguments."""
+    given, made = ([value for value in pytree.tree_leaves(tree) if value is not None] for tree in (args, out))
+    memory = {value.untyped_storage().data_ptr() for value in given if isinstance(value, Tensor)}
+    return all(isinstance(value, Tensor) and value.untyped_storage().data_ptr() in memory for value in made)
+
+
+def _slot(kind: type, value: Any) -> int:
+    """An argument as 64 bits, see csrc/tape.cpp."""
+    if kind is ctypes.c_float:
+        return int.from_bytes(struct.pack("<d", value), "little")
+    if isinstance(value, ctypes.Structure):
+        return ctypes.addressof(value)
+    return 0 if value is None else int(value) & 0xFFFF_FFFF_FFFF_FFFF
