@@ -59,6 +59,25 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+STREAMED = _BIG | {
+    **{
+        key: qwen3_moe.EXAMPLE[key]
+        for key in ("architectures", "model_type", "hidden_act", "rms_norm_eps", "rope_theta")
+    },
+    "norm_topk_prob": True,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 512,
+    "num_experts": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+"""Nearly all of it is experts: 50 MB of each layer's 51."""
+EXPERTS = 32 * 3 * 512 * 512 * 2
+"""Bytes of one layer's, in bf16."""
 WORST = (
     "Predicted peak is at least the measured peak under the worst batch with prompt logprobs, and within 5 percent (or "
     "2 MiB), while a second process allocates"
@@ -166,3 +185,26 @@ def test_by_itself_malloc_keeps_a_little_more(checkpoints: dict[str, Path], kern
     found = measure(checkpoints["llama"], "cpu", kernel_cache, malloc={}, scheduler={"max_num_batched_tokens": 2048})
     planned, measured = found["planned"]["workspace"], found["measured"]["workspace"]
     assert 0.8 * planned < measured <= planned + HOLES
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(a model of experts, the same with next to none): what loading the second takes are the modules of the engine."""
+    root = tmp_path_factory.mktemp("streamed")
+    small = STREAMED | {"num_experts": 2, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    return write_checkpoint(root / "large", STREAMED, max_shard_size="30MB"), write_checkpoint(root / "small", small)
+
+
+@pytest.mark.row("ENG-MOE-LOADSTREAM", "Peak RSS during load is at most model size plus one layer's experts")
+@pytest.mark.parametrize(("method", "share"), [(None, 1.0), ("int8", 8.5 / 16), ("int4", 5 / 16)])
+def test_experts_are_loaded_without_a_second_copy(
+    streamed: tuple[Path, Path], kernel_cache: Path, method: str | None, share: float
+) -> None:
+    model = {"dtype": "bfloat16", "quantization": method}
+    large, small = (measure(path, "cpu", kernel_cache, model=model) for path in streamed)
+    weights = large["planned"]["weights"]
+    assert weights == pytest.approx(4 * EXPERTS * share, rel=0.1)
+    assert large["measured"]["weights"] == weights
+    taken = large["loading"] - small["loading"]
+    print(f"weights {weights / 1e6:.1f} MB, peak of loading {taken / 1e6:.1f} MB")
+    assert 0.9 * weights < taken <= weights + EXPERTS * share + HOLES

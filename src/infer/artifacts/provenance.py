@@ -33,7 +33,7 @@ def engine_provenance(model: ModelConfig, resolved: ResolvedConfig, template_dig
             platform=resolved.platform,
             kernel_fingerprint=resolved.kernel_fingerprint,
             compute_dtype=resolved.dtype,
-            weights_dtype=_weights_dtype(model, resolved.dtype),
+            weights_dtype=resolved.quantization or _weights_dtype(model, resolved.dtype),
             kv_dtype=resolved.cache.dtype,
         ),
     )

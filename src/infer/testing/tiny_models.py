@@ -85,7 +85,8 @@ class DictCheckpoint:
         }
 
     def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
-        return self._tensors[name].detach().to(dtype, copy=True)
+        tensor = self._tensors[name].detach()
+        return tensor.to(dtype or tensor.dtype, copy=True)
 
     def read_blocks(self, name: str) -> Tensor:
         raise WeightError(f"tensor {name!r} is plain", tensor=name)

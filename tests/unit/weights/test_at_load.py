@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gguf_samples import write_llama
 from infer import Engine, EngineConfig, SamplingParams
+from infer.artifacts.provenance import engine_provenance
 from infer.backends.reference.platform import OPS
 from infer.config.engine import PluginsSection
 from infer.errors import ConfigError, WeightError
@@ -53,7 +54,10 @@ async def run(asked: EngineConfig) -> tuple[int, Tensor, tuple[str, ...]]:
         done = await engine.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0, seed=0))
         taken = engine._open_parts().executor._worker.measured()["weights"]  # type: ignore[attr-defined]
         assert taken == engine.resolved.memory.weights
-        assert engine.resolved.quantization == asked.model.quantization
+        method = asked.model.quantization
+        assert engine.resolved.quantization == method
+        assert engine.model_config.identity.endswith(f"+{method}") == (method is not None)
+        assert engine_provenance(engine.model_config, engine.resolved).numerics.weights_dtype == (method or "float32")
         assert done.prompt_logprobs is not None
         logprobs = torch.tensor([entry.logprob for entry in done.prompt_logprobs if entry is not None])
         return taken, logprobs, engine.resolved.notices

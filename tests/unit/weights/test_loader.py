@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor
 from infer.backends.reference.platform import OPS
 from infer.errors import WeightError
 from infer.layers.parameter import named_layers, named_parameters
-from infer.models import llama
+from infer.models import llama, qwen3_moe
 from infer.plugins.model_source import Progress
 from infer.quantization.unquantized import UnquantizedMethod
+from infer.quantization.weight_only import create_int8
 from infer.testing.tiny_models import (
     DictCheckpoint,
     PagedDriver,
@@ -28,6 +30,7 @@ from infer.testing.tiny_models import (
     model_config,
     random_transformers_model,
 )
+from infer.weights.at_load import quantize_at_load
 from infer.weights.loader import check_weights, load_weights, parameter_bytes
 from infer.weights.safetensors import SafetensorsCheckpoint
 
@@ -69,6 +72,31 @@ def test_every_tensor_is_read_once(directory: Path) -> None:
     load_weights(model, Recording(stored))
     assert sorted(reads) == sorted(stored.keys() - {"lm_head.weight"})
     assert model.weight_table().ignored >= {"lm_head.weight"}
+
+
+@pytest.mark.row("ENG-MOE-LOADSTREAM", "At most one layer's experts are on the host at once, counted.")
+@pytest.mark.parametrize("method", [None, create_int8(None)])
+def test_one_tensor_is_on_its_way_at_a_time(tmp_path: Path, method: Any) -> None:
+    """Every tensor that was read is gone before the next is: of a layer's experts there is one matrix beside the slots."""
+    facts = qwen3_moe.EXAMPLE | {"moe_intermediate_size": 32}
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    class Counting(DictCheckpoint):
+        def read(self, name: str, dtype: torch.dtype | None) -> Tensor:
+            nonlocal most
+            tensor = super().read(name, dtype)
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in alive))
+            return tensor
+
+    (spec,) = qwen3_moe.infer_models()
+    model = build_model(spec, model_config(facts), ops=OPS, quant=UnquantizedMethod())
+    if method is not None:
+        assert quantize_at_load(model, method, None, torch.float32).expanded
+    load_weights(model, Counting(load_file(make_checkpoint(facts, tmp_path) / "model.safetensors")))
+    assert len(alive) >= facts["num_hidden_layers"] * facts["num_experts"] * 3
+    assert most == 1
 
 
 def test_progress_counts_stored_bytes(directory: Path) -> None:
@@ -155,9 +183,11 @@ import sys, torch, json
 torch.set_num_threads(1)
 from pathlib import Path
 from infer.backends.reference.platform import OPS
-from infer.models import llama
+from infer.models import llama, qwen3_moe
 from infer.quantization.unquantized import UnquantizedMethod
+from infer.quantization.weight_only import create_int8
 from infer.testing.tiny_models import build_model, model_config
+from infer.weights.at_load import quantize_at_load
 from infer.weights.loader import load_weights
 from infer.weights.safetensors import SafetensorsCheckpoint
 
