@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ def build_probe(directory: Path) -> Path | None:
     return program
 
 
-def run_one(entrant: Entrant, parts: set[str], work: Workload, seed: int, probe: Path | None) -> dict[str, Any]:
-    """Start one process and read what it printed. Raises `RuntimeError` with its last words when it fails."""
+def run_one(
+    entrant: Entrant, parts: set[str], work: Workload, seed: int, probe: Path | None, time_limit: float = TIME_LIMIT
+) -> dict[str, Any]:
+    """Start one process and read what it printed; it leaves no other behind. Raises `RuntimeError` with its last words."""
     environment = {
         **os.environ, **entrant.environment,
         "PEERS_WORKLOAD": work.to_json(),
@@ -39,15 +43,19 @@ def run_one(entrant: Entrant, parts: set[str], work: Workload, seed: int, probe:
         "PEERS_PROBE_BYTES": str(arena_bytes(entrant)),
         "PEERS_STARTED": repr(time.monotonic()),
     }  # fmt: skip
-    try:
-        done = subprocess.run(
-            entrant.command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"no end after {TIME_LIMIT} s") from error
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"samples"')]
-    if done.returncode or not lines:
-        raise RuntimeError(f"exit {done.returncode}: {(done.stderr or done.stdout).strip()[-600:]}")
+    # A session of its own: vLLM's processes outlive their parent when that is killed.
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(entrant.command, env=environment, text=True, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=time_limit)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no end after {time_limit:g} s") from error
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    lines = [line for line in output.splitlines() if line.startswith('{"samples"')]
+    if process.returncode or not lines:
+        raise RuntimeError(f"exit {process.returncode}: {(errors or output).strip()[-600:]}")
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 

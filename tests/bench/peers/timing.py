@@ -41,7 +41,7 @@ class Workload:
     @classmethod
     def quick(cls) -> Workload:
         """To see that everything runs; the figures are of no use."""
-        return cls(output=16, shared=256, sharing=4, shared_output=4, batches=(1, 8, 32), repeats=1)
+        return cls(prompt=16, output=8, prefill=64, shared=64, sharing=4, shared_output=4, repeats=1)
 
     @classmethod
     def from_json(cls, text: str) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from pathlib import Path
@@ -165,6 +166,29 @@ def test_a_process_is_told_what_to_do_and_its_last_line_is_read(tmp_path: Path) 
 def test_a_process_that_fails_or_says_nothing_is_quoted(tmp_path: Path, code: str) -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         run_one(entrant(tmp_path, code), {"decode"}, Workload(), 0, None)
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
+    """A child outlives its parent and holds a lock; when the lock can be had, the child is gone."""
+    lock = tmp_path / "lock"
+    child = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); f.write('held'); f.flush()\n"
+        "print(flush=True); time.sleep(600)"
+    )
+    code = (
+        "import subprocess, sys; pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}, {str(lock)!r}], **pipes); p.stdout.readline(); sys.exit(3)"
+    )
+    with pytest.raises(RuntimeError, match="exit 3"):
+        run_one(entrant(tmp_path, code), {"decode"}, Workload(), 0, None)
+    assert lock.read_text() == "held"
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits for ever, and the test fails, where the child still runs
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"no end after 0\.5 s"):
+        run_one(entrant(tmp_path, "import time; time.sleep(600)"), {"decode"}, Workload(), 0, None, time_limit=0.5)
 
 
 def test_the_probe_measures_memory_and_registers(tmp_path: Path) -> None:
