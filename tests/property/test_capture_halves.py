@@ -142,7 +142,7 @@ class RealCaptures:
                 }
                 self.model.write(token, cells)
                 token += 1
-        self.real.snapshot(step, rows)
+        self.real.snapshot(step, rows, torch.empty(0))
 
     def process(self, begun: tuple[CapturedStep, StepPlan, list[Any]], result: StepResult | None) -> None:
         step, _, arranged = begun

@@ -37,6 +37,8 @@ class GenerationBounds:
     request_id: str = ""
     captured: Mapping[str, CaptureProfile] = field(default_factory=dict)
     """What can be captured here, by field name. This and the following matter to the open format alone."""
+    predicted: frozenset[str] = frozenset()
+    """Of these: fields whose row belongs to the position behind the token that was fed."""
     num_top: int = 0
     """Alternatives in topk_logprobs."""
     prompt_logprobs: int | None = None

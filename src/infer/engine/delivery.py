@@ -72,6 +72,8 @@ class Deliveries:
         self._captured = {
             wire_name(one, parts.registry.origin("artifact_field", one.name).distribution): one for one in profiles
         }
+        specs = {name: parts.registry.get("artifact_field", one.name) for name, one in self._captured.items()}
+        self._predicted = frozenset(name for name, spec in specs.items() if spec.coordinate == "predicted_token")
         routes = self._captured.get(MOE_ROUTES)
         self.layout = (
             None if routes is None else RouterLayout(routes.layer_ids, routes.num_experts, routes.row_shape[1])
@@ -141,7 +143,7 @@ class Deliveries:
     ) -> GenerationBounds:
         """What matters to the open format beside it."""
         params, vocab_size = admitted.params, self._parts.model.vocab_size
-        bounds = replace(bounds, captured=self._captured)
+        bounds = replace(bounds, captured=self._captured, predicted=self._predicted)
         start = bounds.route_start
         if isinstance(artifact.contents, tuple | list) and not params.return_routed_experts:
             start = first_row(artifact, bounds, start)

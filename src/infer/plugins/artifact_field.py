@@ -26,11 +26,12 @@ class ArtifactFieldSpec:
     """"module:attr", called as `factory(facts: TapFacts) -> ArtifactField`. Raises `ConfigError` for a model that cannot
     give the field."""
     coordinate: Literal["executed_token", "predicted_token", "sampling_step", "request"]
-    """What a row belongs to. The engine captures rows of executed tokens: those that were input to a forward pass."""
+    """What a row belongs to. The engine captures a row for every executed token: one that was input to a forward pass. With
+    "predicted_token" (tap "logits") that row belongs to the position behind it, which the token's logits predict."""
     reuse: Literal["prefix_block", "request_only"]
     """prefix_block: rows are kept with the KV blocks of the prefix cache, so they depend on the tokens before alone."""
     tap: Literal["router", "hidden", "logits", "sampled"]
-    """Name of the auxiliary output it reads; "logits" and "sampled" are reserved."""
+    """Name of the auxiliary output it reads; "sampled" is reserved."""
     encoding: str
     """Name of the encoding of its rows in an artifact."""
     example: dict[str, Any]
@@ -52,6 +53,8 @@ class TapFacts:
     """Lowest first; the order of the router tap's first axis."""
     hidden_layers: tuple[int, ...]
     """Layers chosen by the operator, ascending; the order of the hidden tap's first axis."""
+    vocab_size: int = 0
+    """Width of the logits tap."""
 
 
 class ArtifactField(Protocol):
@@ -62,7 +65,8 @@ class ArtifactField(Protocol):
     def select(self, tap: Tensor, tokens: Tensor, out: Tensor) -> None:
         """On the device, without waiting for it: rows `tokens` [n] int64 of the step, in that order, into `out`
         [n, *row_shape], which has the profile's dtype. Taps: "router" [routed layers, step tokens, K], a signed integer
-        type; "hidden" [hidden layers, step tokens, hidden size], the compute dtype."""
+        type; "hidden" [hidden layers, step tokens, hidden size], the compute dtype; "logits" [1, some tokens, vocabulary],
+        float32, in pieces: called for one piece of the step's captured tokens after another."""
         ...
 
     def encode(self, rows: bytes, count: int) -> bytes:

@@ -72,7 +72,7 @@ def _choice(
         mask[: start + bounds.num_forced] = 0
         fields["sampled_mask"] = FieldRows(values=mask)
     for name in captured_fields(contents, bounds):
-        fields[name] = captured_rows(name, end.rows[name])
+        fields[name] = captured_rows(name, end.rows[name], predicted=name in bounds.predicted)
     spans = _spans(capture, end, start, count) if "weight_spans" in contents else ()
     return ChoiceRecord(
         choice_index=index,
@@ -86,18 +86,18 @@ def _choice(
     )
 
 
-def captured_rows(name: str, rows: CapturedRows) -> FieldRows:
-    """Captured rows as arrays over the same bytes."""
+def captured_rows(name: str, rows: CapturedRows, *, predicted: bool = False) -> FieldRows:
+    """Captured rows as arrays over the same bytes. `predicted`: each belongs to the position behind its token."""
     values: Any = np.frombuffer(rows.data, _DTYPES[rows.dtype]).reshape(rows.count, *rows.row_shape)
     attributes: dict[str, Any] = {"layer_ids": rows.layer_ids} if rows.layer_ids else {}
     if name == MOE_ROUTES:
         attributes["expert_counts"] = (rows.num_experts,) * len(rows.layer_ids)
     return FieldRows(
         values=values,
-        row_start=rows.start,
+        row_start=rows.start + predicted,
         status=np.frombuffer(rows.status, np.uint8) if rows.status.strip(b"\0") else None,
         attributes=attributes,
-        executed=True,
+        executed=not predicted,
         bfloat16=rows.dtype == "bfloat16",
     )
 

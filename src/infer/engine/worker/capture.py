@@ -123,8 +123,9 @@ class RowCapture:
             self._close_taps()
         return step
 
-    def snapshot(self, step: CapturedStep, rows: StepRows) -> None:
-        """Right after the forward pass: copy what it wrote for captured rows out of the taps, narrowed."""
+    def snapshot(self, step: CapturedStep, rows: StepRows, hidden: Tensor) -> None:
+        """Right after the forward pass, which returned `hidden`: copy what it wrote for captured rows out of the taps,
+        narrowed."""
         if not step.by_slot or self._probing:
             return
         slots = rows.slots.tolist()
@@ -141,7 +142,7 @@ class RowCapture:
                 shape = (len(tokens), *captured.profile.row_shape)
                 dtype: torch.dtype = getattr(torch, captured.profile.dtype)
                 out = torch.empty(shape, dtype=dtype, device=tap.buffer.device)
-                captured.field.select(tap.buffer, tokens, out)
+                tap.select(captured.field, hidden, tokens, out)
                 evidence = tap.evidence(tokens)
             except Exception as error:  # a plugin's: the rows of this step are lost, the tokens are not
                 step.problems[name] = f"{name} could not be captured: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFa
 from infer.plugins.model import CausalLM, SupportsHiddenTaps, SupportsRouteTaps
 from infer.plugins.registry import Registry
 
-TAPS = ("router", "hidden")
+TAPS = ("router", "hidden", "logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ def tap_facts(section: CaptureSection, model: CausalLM, config: ModelConfig, dty
         hidden_size=hidden_size,
         routed_layers=routed,
         hidden_layers=tuple(sorted(set(section.hidden_layers))),
+        vocab_size=config.vocab_size,
     )
 
 
@@ -78,8 +79,10 @@ def _check_spec(spec: ArtifactFieldSpec, setting: str) -> None:
     problem = None
     if spec.tap not in TAPS:
         problem = f"reads the tap {spec.tap!r}, which is reserved and not there yet"
-    elif spec.coordinate != "executed_token":
-        problem = f"has rows per {spec.coordinate}; only rows of executed tokens are captured"
+    elif spec.coordinate not in ("executed_token", "predicted_token"):
+        problem = f"has rows per {spec.coordinate}; only rows of executed and of predicted tokens are captured"
+    elif spec.coordinate == "predicted_token" and spec.tap != "logits":
+        problem = f"has rows per predicted_token of the tap {spec.tap!r}; only the tap 'logits' tells what is predicted"
     elif spec.reuse != "prefix_block":
         problem = "cannot be kept with the prefix cache, so that a prompt that reuses KV blocks would lack rows"
     if problem is not None:

@@ -5,9 +5,12 @@ Called by one thread; owns one directory, locked so that no second engine writes
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
+import stat
 from pathlib import Path
 
 from infer.config.capture import OBJECT_SUFFIX
@@ -27,6 +30,8 @@ class DirectoryStore(SlotStore):
         super().__init__(object_bytes, num_objects)
         self._directory = directory
         self._descriptor = descriptor
+        self._digests: dict[bytes, bytes] = {}
+        """Of what this run wrote: a file can change without changing its size."""
         self._adopt()
 
     def _adopt(self) -> None:
@@ -37,9 +42,9 @@ class DirectoryStore(SlotStore):
             if path.suffix not in (TEMPORARY, OBJECT_SUFFIX):
                 continue
             key = bytes.fromhex(path.stem)  # what is not named as ours stops the start, and stays
-            stat = path.stat()
-            if path.suffix == OBJECT_SUFFIX and stat.st_size == self.object_bytes:
-                whole.append((stat.st_mtime_ns, key))
+            facts = path.stat()
+            if path.suffix == OBJECT_SUFFIX and facts.st_size == self.object_bytes:
+                whole.append((facts.st_mtime_ns, key))
             else:
                 path.unlink()
         whole.sort(reverse=True)
@@ -65,13 +70,12 @@ class DirectoryStore(SlotStore):
             unfinished.unlink()
             raise OSError(f"{unfinished}: {written} of {len(data)} bytes were written")
         unfinished.rename(self._path(key))
+        self._digests[key] = _digest(data)
 
     def _load(self, key: bytes, slot: int) -> bytes:
-        try:
-            data = self._path(key).read_bytes()
-        except FileNotFoundError:
-            data = b""
-        if len(data) != self.object_bytes:
+        data = _plain_file(self._path(key), self.object_bytes)
+        found = _digest(data)
+        if len(data) != self.object_bytes or self._digests.get(key, found) != found:
             self.discard([key])
             raise MissingBlockError(
                 f"no whole object is left under key {key.hex()}: who changes {self._directory}?", key=key
@@ -79,12 +83,38 @@ class DirectoryStore(SlotStore):
         return data
 
     def _erase(self, key: bytes) -> None:
-        self._path(key).unlink(missing_ok=True)
-        self._path(key, TEMPORARY).unlink(missing_ok=True)
+        self._digests.pop(key, None)
+        for suffix in (OBJECT_SUFFIX, TEMPORARY):
+            with contextlib.suppress(OSError):  # whatever is in the way there, nobody takes it for an object
+                self._path(key, suffix).unlink()
 
     def _free_backing(self) -> None:
         """The objects stay, for whoever has keys."""
         os.close(self._descriptor)
+
+
+def _plain_file(path: Path, size: int) -> bytes:
+    """The first `size` + 1 bytes, or none. Follows no link and waits for nobody: what is not a file is not an object."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return b""
+        pieces = []
+        while size >= 0 and (piece := os.read(descriptor, size + 1)):
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def directory_store(directory: Path, object_bytes: int, num_objects: int) -> DirectoryStore:

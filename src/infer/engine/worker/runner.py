@@ -161,7 +161,7 @@ class Runner:
         else:
             hidden = model.forward(batch)
         if self._capture is not None and step is not None:
-            self._capture.snapshot(step, rows)
+            self._capture.snapshot(step, rows, hidden)
         errors = self._batch.poisoned(rows)
         entries, failed = self._prompt_logprobs(rows, hidden)
         errors.update(failed)

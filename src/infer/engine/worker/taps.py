@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from infer.engine.sampling.sampler import prompt_rows
 from infer.errors import ConfigError
-from infer.plugins.artifact_field import TapFacts
+from infer.plugins.artifact_field import ArtifactField, TapFacts
 from infer.plugins.model import CausalLM, SupportsHiddenTaps, SupportsRouteTaps
 
 
@@ -47,6 +48,10 @@ class Tap(Protocol):
         """Make the rows of the coming step unlike anything a model writes."""
         ...
 
+    def select(self, field: ArtifactField, hidden: Tensor, tokens: Tensor, out: Tensor) -> None:
+        """Have the field select its rows. `hidden` is what the forward pass returned."""
+        ...
+
     def evidence(self, tokens: Tensor) -> Evidence | None:
         """Of these rows, without waiting for the device; None: a model may write any value."""
         ...
@@ -77,6 +82,9 @@ class RouterTap:
 
     def clear(self, num_tokens: int) -> None:
         self.buffer[:, :num_tokens].fill_(-1)
+
+    def select(self, field: ArtifactField, hidden: Tensor, tokens: Tensor, out: Tensor) -> None:
+        field.select(self.buffer, tokens, out)
 
     def evidence(self, tokens: Tensor) -> Evidence | None:
         return Evidence(self.buffer.index_select(1, tokens), self._num_experts)
@@ -117,6 +125,9 @@ class HiddenTap:
     def clear(self, num_tokens: int) -> None:
         self.buffer[:, :num_tokens].fill_(torch.nan)
 
+    def select(self, field: ArtifactField, hidden: Tensor, tokens: Tensor, out: Tensor) -> None:
+        field.select(self.buffer, tokens, out)
+
     def evidence(self, tokens: Tensor) -> Evidence | None:
         return None
 
@@ -130,10 +141,45 @@ class HiddenTap:
                 )
 
 
+class LogitsTap:
+    """Logits of the captured tokens, made when their rows are selected: those of a whole step would not fit in memory."""
+
+    name = "logits"
+
+    def __init__(self, model: CausalLM, vocab_size: int, device: torch.device) -> None:
+        self._model = model
+        self._most = prompt_rows(vocab_size)  # as many as log-probabilities of prompts take, which is planned for
+        self.buffer = torch.empty((1, 0, vocab_size), dtype=torch.float32, device=device)
+
+    def attach(self) -> None:
+        """Nothing is written in the forward pass."""
+
+    def detach(self) -> None:
+        """Nothing was attached."""
+
+    def clear(self, num_tokens: int) -> None:
+        """There is nothing to clear."""
+
+    def select(self, field: ArtifactField, hidden: Tensor, tokens: Tensor, out: Tensor) -> None:
+        for first in range(0, len(tokens), self._most):
+            piece = tokens[first : first + self._most]
+            logits = self._model.logits(hidden, piece.to(hidden.device))
+            places = torch.arange(len(piece), device=logits.device)
+            field.select(logits.unsqueeze(0), places, out[first : first + len(piece)])
+
+    def evidence(self, tokens: Tensor) -> Evidence | None:
+        return None
+
+    def check_probe(self, num_tokens: int) -> None:
+        """Whatever the head computes is the truth."""
+
+
 def make_tap(name: str, model: CausalLM, facts: TapFacts, max_tokens: int, device: torch.device) -> Tap:
     """The tap that a field reads. `facts` are the model's, with at least one layer for it."""
     if name == "router" and isinstance(model, SupportsRouteTaps):
         return RouterTap(model, max_tokens, device)
     if name == "hidden" and isinstance(model, SupportsHiddenTaps):
         return HiddenTap(model, facts.hidden_layers, facts.dtype, max_tokens, device)
+    if name == "logits":
+        return LogitsTap(model, facts.vocab_size, device)
     raise ConfigError(f"this model has no tap {name!r}", fields=("capture.fields",))

@@ -34,6 +34,7 @@ def facts(spec: ArtifactFieldSpec) -> TapFacts:
         "num_layers": 2,
         "hidden_size": 8,
         "hidden_layers": (),
+        "vocab_size": 16,
         **spec.example,
     }
     layers = values.pop("routed_layers", ())
@@ -53,6 +54,9 @@ def _tap(spec: ArtifactFieldSpec) -> Tensor:
         layers, width, dtype = len(model.routed_layers), model.routed_layers[0].top_k, torch.int16
         top = model.routed_layers[0].num_experts
         cells = torch.arange(layers * STEP_TOKENS * width) * 37 % top
+    elif spec.tap == "logits":
+        layers, width, dtype = 1, model.vocab_size, torch.float32
+        cells = torch.arange(STEP_TOKENS * width) * 37 % 101 / 8
     else:
         layers, width, dtype = len(model.hidden_layers), model.hidden_size, getattr(torch, model.dtype)
         cells = torch.arange(layers * STEP_TOKENS * width) / 8

@@ -270,7 +270,7 @@ def test_re24_re25_a_step_begins_before_the_one_before_is_consumed(driver: Drive
             rows = runner._batch.arrange(plan)
             driver.calls.clear()
             runner._loaded().forward(runner._batch.forward_batch(rows, runner._kv))
-            capture.snapshot(step, rows)
+            capture.snapshot(step, rows, torch.empty(0))
         driver.recorded[0] = {}
         driver._attribute([(0, 0, len(slot_ids), 1)])
         taken.append((step, rows, driver.expected(0, 0, len(slot_ids))))
@@ -472,8 +472,9 @@ def test_an_unknown_field_names_what_there_is(dense: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tap": "logits"}, "reads the tap 'logits', which is reserved"),
-        ({"coordinate": "request"}, "only rows of executed tokens"),
+        ({"tap": "sampled"}, "reads the tap 'sampled', which is reserved"),
+        ({"coordinate": "request"}, "only rows of executed and of predicted tokens"),
+        ({"coordinate": "predicted_token"}, "only the tap 'logits' tells what is predicted"),
         ({"reuse": "request_only"}, "cannot be kept with the prefix cache"),
     ],
 )

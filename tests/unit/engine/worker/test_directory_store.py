@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,4 +152,46 @@ def test_a_file_that_somebody_removed_or_cut_is_a_missing_object(tmp_path: Path)
         assert caught.value.key == b"a"
     store.put({b"a": b"AA"})
     assert store.read([b"a"]) == [b"AA"]
+    store.close()
+
+
+def _flip(path: Path) -> None:
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").touch()
+
+
+def _link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _other_file(path: Path) -> None:
+    other = path.with_name("other")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("change", [_flip, _folder, _link, _other_file, _pipe])
+def test_what_is_not_the_object_is_a_missing_object(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """Neither bytes that changed, nor what else can have that name, is handed out, waited for or in the way of the rest."""
+    store = directory_store(tmp_path, 2, 2)
+    store.put({b"a": b"aa", b"b": b"bb"})
+    change(tmp_path / "61.rows")
+    with pytest.raises(MissingBlockError) as missing:
+        store.read([b"b", b"a"])
+    assert missing.value.key == b"a"
+    assert store.read([b"b"]) == [b"bb"]
+    store.put({b"c": b"cc"})
+    assert store.read([b"c", b"b"]) == [b"cc", b"bb"]
     store.close()
