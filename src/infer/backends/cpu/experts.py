@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.block_formats import BLOCK_KINDS
-from infer.backends.cpu.dtypes import LANES, PACKED_DIM, dtype_number
 from infer.backends.cpu.kernels import Kernels
+from infer.backends.cpu.tensors import LANES, PACKED_DIM, dtype_number
 from infer.plugins.platform import ExpertStack, Routing
 
 PACKED, PLAIN = -1, -2

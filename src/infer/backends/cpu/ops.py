@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.block_formats import BLOCK_FORMATS, BLOCK_KINDS
-from infer.backends.cpu.dtypes import LANES, PACKED_DIM
 from infer.backends.cpu.experts import NativeExperts
 from infer.backends.cpu.kernels import Kernels
 from infer.backends.cpu.library import AttentionArgs, Library
-from infer.backends.cpu.tensors import DTYPES, FP8, cache_number, dtype_number, side_by_side, with_dense_rows
+from infer.backends.cpu.tensors import (
+    DTYPES,
+    FP8,
+    LANES,
+    PACKED_DIM,
+    cache_number,
+    dtype_number,
+    side_by_side,
+    with_dense_rows,
+)
 from infer.backends.reference.scratch import Scratch
 from infer.plugins.platform import UNSCALED, AttentionMetadata, BlockOps, KVScales, Ops
 

@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+LANES = 16
+"""Rows of a weight that lie side by side when it is packed."""
+PACKED_DIM = 4
+"""A packed weight has the shape [N / 16, I / P, 16, P]; see csrc/packed.h."""
 FP8 = 2
 """The library's number of float8_e4m3fn, which keys and values may be stored as."""
 
