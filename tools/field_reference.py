@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infer.api import generate, ollama_schemas, render, sglang_schemas, utility
 from infer.api.fields import Body
-from infer.api.openai import schemas
+from infer.api.openai import batches, schemas
 from infer.api.reply_fields import REPLY_FIELDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
@@ -18,6 +18,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
 BODIES: tuple[Body, ...] = (
     schemas.CHAT,
     schemas.COMPLETION,
+    batches.BATCH,
     generate.GENERATE,
     generate.SAMPLING,
     sglang_schemas.GENERATE,

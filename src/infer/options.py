@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 MAX_PATTERN_SIZE = 4096
 
@@ -49,6 +49,19 @@ LogitsFunction = Callable[..., Any]
 """(prompt ids, output ids so far, logits of the next token: a float32 tensor [V]) -> new logits, or None when it edited them
 in place. Called on the worker thread for each token of the request: everybody waits for it."""
 MAX_PROCESSORS = 16
+_ONE_PROCESSOR: tuple[dict[str, Any], ...] = (
+    {"type": "string", "minLength": 1, "maxLength": 200},
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "minLength": 1, "maxLength": 200}, "params": {"type": "object"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    },
+)
+PROCESSORS_SCHEMA = WithJsonSchema(
+    {"anyOf": [*_ONE_PROCESSOR, {"type": "array", "items": {"anyOf": [*_ONE_PROCESSOR]}, "maxItems": MAX_PROCESSORS}]}
+)
+"""What JSON can say: a function of the caller's is none."""
 
 
 def as_processors(value: object) -> object:

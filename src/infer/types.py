@@ -17,6 +17,7 @@ from infer.errors import InvalidRequestError, shown
 from infer.options import (
     BEAM_FIELDS,
     MAX_PROCESSORS,
+    PROCESSORS_SCHEMA,
     BeamSearch,
     LogitsFunction,
     NamedProcessor,
@@ -92,7 +93,10 @@ class SamplingParams(BaseModel):
     allowed_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
     bad_words: Annotated[tuple[str, ...], Field(max_length=MAX_LISTED, fail_fast=True)] = ()
     logits_processors: Annotated[
-        tuple[NamedProcessor | LogitsFunction, ...], Field(max_length=MAX_PROCESSORS), BeforeValidator(as_processors)
+        tuple[NamedProcessor | LogitsFunction, ...],
+        Field(max_length=MAX_PROCESSORS),
+        BeforeValidator(as_processors),
+        PROCESSORS_SCHEMA,
     ] = ()
     """Further edits of the logits, in this order: a plugin's by its name (`NamedProcessor`, or text), or a function of this
     program's, which every request waits for. One that raises fails its request."""

@@ -18,7 +18,7 @@ from infer.api.context import ApiContext, CallRegister
 from infer.api.errors import ApiError, error_response
 from infer.api.gate import Gate
 from infer.api.monitor import HealthMonitor
-from infer.api.openai import chat, completions, models
+from infer.api.openai import batches, chat, completions, models
 from infer.api.openapi import with_description
 from infer.api.routing import ApiRoute, Endpoint
 from infer.api.web import page
@@ -33,6 +33,7 @@ TOPICS: tuple[Topic, ...] = (
     models.routes,
     chat.routes,
     completions.routes,
+    batches.routes,
     render.routes,
     render_completions.routes,
     generate.routes,

@@ -19,6 +19,8 @@ from infer.api.monitor import HealthMonitor
 from infer.errors import QueueFullError
 
 if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
     from infer.api.routing import Call
     from infer.config.engine import ApiSection
     from infer.engine.engine import Engine
@@ -90,6 +92,8 @@ class ApiContext:
     key_digests: tuple[bytes, ...]
     calls: CallRegister
     health: HealthMonitor
+    background: TaskGroup | None = None
+    """Tasks that outlive the call that starts them, in a server that has some; they end with it."""
     created: int = field(default_factory=lambda: int(time.time()))
     _token_texts: dict[int, str] = field(default_factory=dict)
 

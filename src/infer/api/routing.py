@@ -40,6 +40,8 @@ class ApiRoute:
     """The fields its JSON object may have; None: it has none, or checks them itself."""
     optional_body: bool = False
     """An absent body counts as {}."""
+    raw_body: bool = False
+    """Its body is not JSON; the handler finds it in `call.raw`."""
     public: bool = False
     """Needs no API key."""
     always: bool = False
@@ -65,6 +67,7 @@ class Call:
         self.unique_id = self.request_id
         """The request id, made unique among running calls: use it for ids of engine requests."""
         self.data: dict[str, Any] = {}
+        self.raw = b""
         self.notices: list[str] = []
         """What the server did otherwise than a reader of the request may think; sent in a response header."""
         self.tasks: TaskGroup
@@ -146,7 +149,9 @@ class Endpoint:
     async def _read(self, call: Call, scope: Scope, receive: Receive) -> None:
         settings = self._context.settings
         data = await read_body(scope, receive, max_bytes=settings.max_body_bytes, max_seconds=settings.body_timeout)
-        if self._route.method == "POST" and (data.strip() or not self._route.optional_body):
+        if self._route.raw_body:
+            call.raw = data
+        elif self._route.method == "POST" and (data.strip() or not self._route.optional_body):
             call.data = decode_object(data)
 
     async def _answer(self, call: Call, receive: Receive) -> Response | None:

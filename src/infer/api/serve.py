@@ -83,6 +83,7 @@ async def _serve(
                 raise
 
     async with anyio.create_task_group() as tasks:
+        context.background = tasks
         tasks.start_soon(context.health.watch)
         tasks.start_soon(run_hypercorn)
         task_status.started(served[0][0].address)

@@ -48,6 +48,7 @@ def threaded_engine(on_step: Callable[[StepPlan], None] = lambda plan: None, **s
             resolved=fake.resolved,
             tokenizer=fake.tokenizer,
             template=fake.template,
+            guided=fake.guided,
         )
         return assemble(planned, executor)
 

@@ -54,8 +54,8 @@ def test_rows_processed_together_equal_rows_processed_alone() -> None:
 def test_the_order_is_the_documented_one() -> None:
     named = [transform.__module__.rpartition(".")[2] for _, transform in ORDER]
     said = SamplingParams.__doc__ or ""
-    order = ["structured_output", "allowed_token", "bad_words", "logit_bias", "min_tokens", "repetition", "frequency"]
-    order += ["temperature", "top_k", "top_p", "min_p"]
+    order = ["structured_output", "allowed_token", "bad_words", "logit_bias", "min_tokens", "logits_processors"]
+    order += ["repetition", "frequency", "temperature", "top_k", "top_p", "min_p"]
     said = said[said.index("in this order") :]
     assert [said.index(name) for name in order] == sorted(said.index(name) for name in order)
     elsewhere = {"frequency": "output_penalties", "structured_output": "grammar_mask"}

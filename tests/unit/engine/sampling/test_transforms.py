@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.engine.sampling.row import Feature, features_of, make_row
 from infer.engine.sampling.token_counts import TokenCounts
-from infer.engine.step import SamplingSpec
+from infer.engine.step import ProcessorUse, SamplingSpec
 from infer.errors import InvalidRequestError
 from unit.engine.sampling.settings import CPU, processed, row_of
 
@@ -96,7 +96,7 @@ def test_every_setting_has_its_feature_and_greedy_has_none() -> None:
         seed=0, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.1,
         min_tokens=1, min_tokens_masked_ids=(1,), logit_bias=((1, 1.0),), allowed_token_ids=(1,), bad_words=((1,),),
         logprobs=0, prompt_logprobs=0, forced_token_ids=(1,), return_kept_set=True,
-        thinking_budget=3,
+        thinking_budget=3, logits_processors=(ProcessorUse(name="f"),),
     )  # fmt: skip
     assert features_of(everything) == sum(Feature)
 
