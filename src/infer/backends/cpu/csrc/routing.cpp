@@ -26,7 +26,7 @@ struct Tap {
 };
 
 constexpr float SMALLEST_SUM = 1e-20f;  // sigmoid scores may all be zero
-constexpr int64_t FEW = 16;             // tokens that one thread routes before another would have woken up
+constexpr int64_t FEW = 16;             // tokens of a task: fewer are routed before another thread would have woken up
 
 bool before(float a, float b) { return a > b || (a != a && b == b); }
 
@@ -110,7 +110,7 @@ void route(const Rule& rule, const float* logits, const float* bias, float* weig
 template <class T>
 void route_all(Pool& pool, const Rule& rule, const T* logits, const float* bias, float* weights, int64_t* ids,
                const Tap& tap, int64_t tokens, int64_t experts) {
-    auto body = [&](int64_t token, int) {
+    auto body = [&](int64_t token) {
         std::vector<float> row(experts);
         for (int64_t i = 0; i < experts; ++i) row[i] = to_float(logits[token * experts + i]);
         int64_t* mine = ids + token * rule.top_k;
@@ -119,10 +119,11 @@ void route_all(Pool& pool, const Rule& rule, const T* logits, const float* bias,
         uint8_t* place = tap.data + token * tap.stride;
         for (int64_t k = 0; k < rule.top_k; ++k) std::memcpy(place + k * tap.size, mine + k, tap.size);
     };
-    if (tokens < FEW)
-        for (int64_t token = 0; token < tokens; ++token) body(token, 0);
-    else
-        parallel(pool, tokens, body);
+    auto some = [&](int64_t task, int) {
+        const int64_t last = (task + 1) * FEW < tokens ? (task + 1) * FEW : tokens;
+        for (int64_t token = task * FEW; token < last; ++token) body(token);
+    };
+    parallel(pool, (tokens + FEW - 1) / FEW, some);
 }
 
 // Rounded to T as often as if each step were an operation of its own.
