@@ -30,7 +30,7 @@ cost more than the copy."""
 class Parameter:
     """A slot for one weight: knows its shape and dtype from the start, and remembers which rows have been filled."""
 
-    __slots__ = ("_filled", "blocks", "convert", "data", "in_flight", "packed", "role", "shape", "unit")
+    __slots__ = ("_filled", "blocks", "convert", "data", "in_flight", "packed", "placed", "role", "shape", "unit")
 
     def __init__(self, data: Tensor, *, role: WeightRole | None = None, unit: int | None = None) -> None:
         """`data` is uninitialised storage of the final shape (on the meta device while planning)."""
@@ -44,6 +44,8 @@ class Parameter:
         self.blocks: str | None = None
         """Block type, where the weight stays quantised as in its GGUF: then `data` is uint8."""
         self.packed = False
+        self.placed = False
+        """`data` lies where it shall be read from: a tensor is copied into it, however large."""
         self.convert: Callable[[Tensor], Tensor] | None = None
         """Makes rows of `data` out of rows as the checkpoint stores them."""
         self.in_flight: int | None = None
@@ -54,6 +56,11 @@ class Parameter:
         """Before loading: hold the stored blocks instead of numbers, [rows, bytes of a row]."""
         self.blocks = kind
         self.data = torch.empty(self.shape[0], row_bytes, dtype=torch.uint8, device=self.data.device)
+
+    def place(self, data: Tensor) -> None:
+        """Before loading: other uninitialised storage of the same shape and dtype, which the weight is to lie in."""
+        self.data = data
+        self.placed = True
 
     def pack(self, ops: Ops) -> None:
         """After loading: into the order of the platform's kernels. A shared parameter is packed once."""
@@ -97,7 +104,7 @@ class Parameter:
             return
         same_kind = tensor.dtype == self.data.dtype and tensor.device == self.data.device
         large = tensor.numel() * tensor.element_size() >= ADOPT_BYTES
-        if large and expected == tuple(self.data.shape) and same_kind and tensor.is_contiguous():
+        if not self.placed and large and expected == tuple(self.data.shape) and same_kind and tensor.is_contiguous():
             self.data = tensor
         else:
             with torch.no_grad():

@@ -37,6 +37,7 @@ from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodS
 from infer.plugins.registry import Registry
 from infer.weights.at_load import quantize_at_load
 from infer.weights.blocks import keep_stored_blocks
+from infer.weights.large_pages import place_together
 from infer.weights.loader import load_weights, parameter_bytes
 from infer.weights.opening import open_checkpoint
 
@@ -109,6 +110,8 @@ class WorkerBuilder:
         platform = self._platform
         model = self._create_model(platform.ops, resolved.dtype, platform.device)
         self._keep_blocks(model)
+        if platform.device.type == "cpu":
+            place_together(model)
         checkpoint = open_checkpoint(self._config, self._registry.specs("model"))
         try:
             with torch.no_grad():
