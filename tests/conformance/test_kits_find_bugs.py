@@ -311,14 +311,28 @@ def test_load_time_method(plant: Plant, registry: Registry, bug: Any, broken: st
     [
         (
             "attention",
-            lambda o, q, k, v, meta, scale, window, cap: o(q, k, v, meta, scale, window and window + 1, cap),
+            lambda o, q, k, v, meta, scale, window, cap, *rest: o(
+                q, k, v, meta, scale, window and window + 1, cap, *rest
+            ),
             "attention",
         ),
-        ("attention", lambda o, q, k, v, meta, scale, window, cap: o(q, k, v, meta, scale, window, None), "attention"),
+        (
+            "attention",
+            lambda o, q, k, v, meta, scale, window, cap, *rest: o(q, k, v, meta, scale, window, None, *rest),
+            "attention",
+        ),
+        ("attention", lambda o, q, k, v, *rules_and_scales: o(q, k, v, *rules_and_scales[:4]), "fp8_cache"),
+        ("write_kv", lambda o, k, v, kc, vc, slots, *scales: o(k, v, kc, vc, slots), "fp8_cache"),
         ("rms_norm", lambda o, x, weight, eps: o(x, weight, 0.0), "rms_norm"),
         ("rotary", lambda o, q, k, cos, sin: o(q, k, cos, -sin), "rotary"),
         ("silu_and_mul", lambda o, x: o(x.roll(x.shape[-1] // 2, -1)), "gated"),
-        ("write_kv", lambda o, k, v, kc, vc, slots: o(v, k, kc, vc, slots), "write_kv"),
+        (
+            "write_kv",
+            lambda o, k, v, kc, vc, slots, *scales: (
+                o(k, v, kc, vc, slots, *scales) if scales else o(v, k, kc, vc, slots)
+            ),
+            "write_kv",
+        ),
         ("linear", lambda o, x, weight, bias: o(x, weight, None), "linear"),
         ("gather_rows", lambda o, x, rows: o(x, rows.sort().values), "gather"),
         ("embedding", lambda o, ids, weight: o(ids.clamp(max=9), weight), "embedding"),

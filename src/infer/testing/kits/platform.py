@@ -43,6 +43,8 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     for name in platform.limits().dtypes:
         for body in (_embedding, _linear, _rms_norm, _add_rms_norm, _rotary, _gated, _gather, _write_kv, _attention):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, platform, getattr(torch, name)))
+        if "fp8_e4m3" in platform.limits().cache_dtypes:
+            yield Check(f"fp8_cache[{name}]", partial(_run, _fp8_cache, platform, getattr(torch, name)))
 
 
 class Draw:
@@ -232,6 +234,35 @@ def _write_kv(ops: Ops, draw: Draw) -> None:
             expected = torch.full((4 * BLOCK_SIZE, *new.shape[1:]), 7.0, dtype=torch.float64)
             expected[[9, 4, 15]] = _double(new)
             draw.close(found, expected.reshape(4, BLOCK_SIZE, *new.shape[1:]), "write_kv")
+
+
+def _fp8_cache(ops: Ops, draw: Draw) -> None:
+    """Three tokens of one row with scales: the bytes that lie in the cache, and what attention makes of them."""
+    scales, slots = (0.5, 3.0), torch.tensor([4, 5, 6], device=draw.device)
+    new = draw.floats(3, 2, 8), draw.floats(3, 2, 6)
+    caches = [torch.zeros(2, BLOCK_SIZE, *x.shape[1:], device=draw.device).to(torch.float8_e4m3fn) for x in new]
+    ops.write_kv(*new, caches[0], caches[1], slots, scales)
+    held = []
+    for cache, x, scale, what in zip(caches, new, scales, ("keys", "values"), strict=True):
+        stored = (x.float().cpu() / scale).to(torch.float8_e4m3fn)
+        found = cache.cpu().view(torch.uint8).flatten(0, 1)
+        expect(
+            torch.equal(found[4:7], stored.view(torch.uint8)), f"write_kv: {what} are not x / scale as torch rounds it"
+        )
+        expect(not found[:4].any() and not found[7:].any(), f"write_kv: {what} of other slots changed")
+        held.append(stored.double() * scale)
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, 3], dtype=torch.int32, device=draw.device),
+        seq_lens=torch.tensor([3], dtype=torch.int32, device=draw.device),
+        block_table=torch.tensor([[1]], dtype=torch.int32, device=draw.device),
+        slot_mapping=slots,
+        query_lens_host=[3],
+        seq_lens_host=[3],
+        num_decode_rows=0,
+    )
+    q = draw.floats(3, 4, 8)
+    found = ops.attention(q, caches[0], caches[1], metadata, 0.3, None, None, scales)
+    draw.close(found, _attended(_double(q), held[0], held[1], 0.3, None, None), "attention over an fp8 cache")
 
 
 def _attention(ops: Ops, draw: Draw) -> None:
