@@ -43,14 +43,16 @@ class Scores:
     weights: int = 0
     """Bytes as held."""
 
-    def add(self, reference: Tensor, logits: Tensor, targets: Tensor) -> None:
-        """[T, V] log-probabilities of the reference and fp32 logits of ours, [T] the ids that follow."""
-        for rows in range(0, len(targets), ROWS):
-            part = slice(rows, rows + ROWS)
-            theirs, ours = reference[part], logits[part].log_softmax(dim=-1)
-            self.nll += (-ours.gather(1, targets[part, None]).squeeze(1)).tolist()
-            self.kl += (theirs.exp() * (theirs - ours)).sum(dim=-1).clamp(min=0.0).tolist()  # rounding alone is below 0
-            self.same += (theirs.argmax(dim=-1) == ours.argmax(dim=-1)).tolist()
+    def add(self, reference: Tensor, weighting: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """[T, V] log-probabilities of the reference and their exponentials, fp32 logits of ours; [T] the ids that follow."""
+        ours = logits.log_softmax(dim=-1)
+        self.nll += (-ours.gather(1, targets[:, None]).squeeze(1)).tolist()
+        self.same += (reference.argmax(dim=-1) == ours.argmax(dim=-1)).tolist()
+        # In place, for these are the largest tensors here; rounding alone can be below 0.
+        self.kl += ours.neg_().add_(reference).mul_(weighting).sum(dim=-1).clamp(min=0.0).tolist()
+
+    def brief(self) -> str:
+        return f"{math.exp(statistics.fmean(self.nll)):.3f} / {statistics.fmean(self.kl):.5f}"
 
     def row(self, name: str, base: float) -> str:
         perplexity = math.exp(statistics.fmean(self.nll))
@@ -134,10 +136,16 @@ async def main() -> None:
             targets = torch.tensor(window[1:])
             with torch.inference_mode():
                 theirs = oracle(torch.tensor([window])).logits[0, :-1].float().log_softmax(dim=-1)
-            reference.add(theirs, theirs, targets)
-            for candidate in running.values():
-                candidate.scores.add(theirs, (await candidate.logits(window))[:-1], targets)
-            print(f"{time.strftime('%H:%M:%S')} window {number + 1} of {scored}", file=sys.stderr, flush=True)
+            found = {name: (await candidate.logits(window))[:-1] for name, candidate in running.items()}
+            for rows in range(0, len(targets), ROWS):
+                part = slice(rows, rows + ROWS)
+                weighting = theirs[part].exp()
+                reference.add(theirs[part], weighting, theirs[part], targets[part])
+                for name, candidate in running.items():
+                    candidate.scores.add(theirs[part], weighting, found[name][part], targets[part])
+            so_far = ", ".join(f"{name} {candidate.scores.brief()}" for name, candidate in running.items())
+            begin = f"{time.strftime('%H:%M:%S')} window {number + 1} of {scored}; perplexity / KL so far:"
+            print(f"{begin} fp32 {reference.brief()}, {so_far}", file=sys.stderr, flush=True)
     base = math.exp(statistics.fmean(reference.nll))
     print(
         f"{len(reference.nll):,} positions of {scored} windows of {options.window} tokens; Python {sys.version.split()[0]}\n"
