@@ -4,6 +4,10 @@
 // as floats in the order of columns, one accumulator per output: bits do not depend on the batch or the threads.
 #pragma once
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "block_format.h"
 #include "packed.h"
 
@@ -20,10 +24,31 @@ struct Activations {
     };
 };
 
-// acc + four products of unsigned weight bytes with signed activation bytes, per lane.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// Eight lanes of dot_bytes. Pairs of products fit into 16 bits as long as a weight has no more than seven.
+template <int BITS>
+static inline __m256i dot_half(__m256i acc, __m256i weights, __m256i four) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i low = BITS < 8 ? weights : _mm256_and_si256(weights, _mm256_set1_epi8(127));
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(low, four), ones));
+    if (BITS < 8) return acc;
+    __m256i top = _mm256_and_si256(_mm256_srli_epi16(weights, 7), _mm256_set1_epi8(1));
+    return _mm256_add_epi32(acc, _mm256_slli_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(top, four), ones), 7));
+}
+#endif
+
+// acc + four products of unsigned weight bytes of so many bits with signed activation bytes, per lane.
+template <int BITS>
 static inline vi dot_bytes(vi acc, vu weights, int32_t four) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)weights, _mm512_set1_epi32(four));
+#elif defined(__AVX2__)
+    __m256i sums[2], bytes[2], x = _mm256_set1_epi32(four);
+    std::memcpy(sums, &acc, sizeof sums);
+    std::memcpy(bytes, &weights, sizeof bytes);
+    for (int i = 0; i < 2; ++i) sums[i] = dot_half<BITS>(sums[i], bytes[i], x);
+    std::memcpy(&acc, sums, sizeof sums);
+    return acc;
 #else
     for (int i = 0; i < 4; ++i) acc += (vi)((weights >> (8 * i)) & 0xffu) * int32_t(int8_t(uint32_t(four) >> (8 * i)));
     return acc;
@@ -164,7 +189,7 @@ static inline void block_product(const Activations* const* x, const uint8_t* w, 
                 for (int m = 0; m < M; ++m) {
                     int32_t four;
                     std::memcpy(&four, x[m][b].quants + 4 * i, 4);
-                    for (int n = 0; n < N; ++n) acc[m][n] = dot_bytes(acc[m][n], part[n], four);
+                    for (int n = 0; n < N; ++n) acc[m][n] = dot_bytes<F.low + F.high>(acc[m][n], part[n], four);
                 }
             }
             for (int n = 0; n < N; ++n) {
