@@ -15,6 +15,7 @@ from infer.cli.artifact import build_artifact
 from infer.cli.batch import batch
 from infer.cli.bench import build_bench
 from infer.cli.chat import chat
+from infer.cli.complete import complete
 from infer.cli.plugins import plugins
 from infer.cli.pull import pull
 from infer.cli.run import run
@@ -51,7 +52,7 @@ def build_app() -> typer.Typer:
         name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
     )
     app.callback()(_root)
-    for command in (run, chat, serve, batch, pull, verify, plugins):
+    for command in (run, complete, chat, serve, batch, pull, verify, plugins):
         app.command(command.__name__)(command)
     app.add_typer(build_bench())
     app.add_typer(build_artifact())

@@ -85,7 +85,7 @@ def serve(
     )
     if workload.endpoint == "chat" and workload.prompts == "ids":
         raise ConfigError("--prompts ids needs --endpoint completions: a chat takes no token ids")
-    report = anyio.run(_measure, session, workload, _key(api_key, api_key_file))
+    report = anyio.run(_measure, session, workload, stated_key(api_key, api_key_file))
     session.table(_table(report))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n", "utf-8")
@@ -152,7 +152,7 @@ def _extra(text: str | None) -> dict[str, Any]:
     return value
 
 
-def _key(stated: str | None, file: Path | None) -> str | None:
+def stated_key(stated: str | None, file: Path | None) -> str | None:
     if stated is not None or file is None:
         return stated
     try:

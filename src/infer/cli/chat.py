@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
 import typer
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from infer.cli.bench_serve import stated_key
 from infer.cli.options import with_model, with_options
 from infer.cli.progress import ProgressDisplay
+from infer.cli.remote import RemoteModel, remote_summary
 from infer.cli.run import statistics
-from infer.cli.session import Session
+from infer.cli.session import Session, visible
 from infer.config.engine import EngineConfig
-from infer.errors import EngineClosedError, EngineDeadError, InferError
-from infer.types import Completion, SamplingParams
+from infer.errors import ConfigError, EngineClosedError, EngineDeadError, InferError
+from infer.types import SamplingParams
 
 _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
@@ -31,13 +35,35 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message at the beginning.")
     ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="Ask this OpenAI-style server; MODEL is its name there.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", metavar="KEY", help="Others on this machine can read it; see --api-key-file."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the server's key.")
+    ] = None,
     config: EngineConfig,
     params: SamplingParams,
 ) -> None:
     """Talk with a model in the terminal."""
-    config = with_model(config, model)
+    if url is None and (api_key is not None or api_key_file is not None):
+        raise ConfigError("--api-key and --api-key-file belong to --url")
+    key = stated_key(api_key, api_key_file)
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal())
+        if url is not None:
+
+            def thinks(text: str) -> None:
+                session.err.print(visible(text), style="dim", end="")
+
+            remote = portal.call(RemoteModel.find, url, model, key, thinks)
+            session.note(f"{remote.name} at {url}: {_HELP}")
+            _converse(session, _Conversation(portal, remote, params, system, summary=remote_summary))
+            return
+        config = with_model(config, model)
         with ProgressDisplay(session) as report:
             engine = stack.enter_context(portal.wrap_async_context_manager(session.make_engine(config, report)))
         session.note(f"{config.model.ref}: {_HELP}")
@@ -51,6 +77,8 @@ class _Conversation:
     params: SamplingParams
     system: str | None
     turns: list[dict[str, Any]] = field(default_factory=list)
+    summary: Callable[[Any], str] = statistics
+    """The last line of an answer, made of its result."""
 
     def messages(self) -> list[dict[str, Any]]:
         return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *self.turns]
@@ -107,7 +135,7 @@ def _turn(session: Session, conversation: _Conversation, text: str) -> None:
         return
     so_far = "".join(answer.pieces)
     session.write("" if so_far.endswith("\n") else "\n")
-    session.note("[stopped]" if answer.completion is None else statistics(answer.completion))
+    session.note("[stopped]" if answer.completion is None else conversation.summary(answer.completion))
     if so_far:
         conversation.turns.append({"role": "assistant", "content": so_far})
     else:
@@ -119,7 +147,7 @@ class _Answer:
 
     def __init__(self, session: Session, conversation: _Conversation) -> None:
         self.pieces: list[str] = []
-        self.completion: Completion | None = None
+        self.completion: Any = None
         self._session = session
         self._conversation = conversation
         self._scope: anyio.CancelScope | None = None

@@ -51,11 +51,12 @@ def run(
     model, text = (None, first) if second is None else (first, second)  # one argument is the prompt
     config = with_model(config, model)
     prompt = _prompt(text, raw, system)
-    completion = anyio.run(_answer, session, config, prompt, params)
+    completion = anyio.run(answer, session, config, prompt, params)
     session.note(statistics(completion))
 
 
-async def _answer(session: Session, config: EngineConfig, prompt: Prompt, params: SamplingParams) -> Completion:
+async def answer(session: Session, config: EngineConfig, prompt: Prompt, params: SamplingParams) -> Completion:
+    """Load, write the answer as it comes, and give what it was."""
     async with AsyncExitStack() as stack:
         with ProgressDisplay(session) as report:
             engine = await stack.enter_async_context(session.make_engine(config, report))
@@ -70,8 +71,8 @@ async def _answer(session: Session, config: EngineConfig, prompt: Prompt, params
         return await _write(session, engine.stream(prompt, params))  # less room than our default: up to the context
 
 
-async def _write(session: Session, answer: Stream) -> Completion:
-    async with answer as stream:
+async def _write(session: Session, asked: Stream) -> Completion:
+    async with asked as stream:
         ended = "\n"
         async for delta in stream:
             session.write(delta.text)

@@ -53,11 +53,7 @@ class Session:
 
     def write(self, text: str) -> None:
         """Part of the answer, to stdout at once. On a terminal control characters of the model's are made visible."""
-        if sys.stdout.isatty():
-            text = "".join(
-                c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text
-            )
-        sys.stdout.write(text)
+        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
@@ -69,3 +65,8 @@ class Session:
         """A table to stdout, as wide as it needs to be where nobody looks at it."""
         console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 1000)
         console.print(table)
+
+
+def visible(text: str) -> str:
+    """Control characters, with which a model could write all over a terminal, as what they are."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text)

@@ -186,3 +186,22 @@ def test_logs_text_json_and_levels(infer: Any, engine: Any) -> None:
 def test_errors_of_the_model_are_shown_as_they_are(infer: Any, engine: Any) -> None:
     engine.fails = ModelError("[a/b] is not in the cache; pull it")
     assert infer("run", "hi").err.strip() == "infer: error: [a/b] is not in the cache; pull it"
+
+
+@pytest.mark.row("SERVE-CLI-CHAT", "the local invocation is unchanged, and `infer complete` goes on with a text here")
+def test_complete_goes_on_with_the_text_as_it_is(infer: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = infer("complete", "Once upon", "--seed", "4")
+    assert (done.code, done.out, engine.prompts) == (0, "Paris.\n", ["Once upon"])
+    assert engine.configs[0].model.ref == DEFAULT_MODEL and engine.params[0].seed == 4
+    assert infer("complete", "org/name", "a time").code == 0
+    assert (engine.configs[1].model.ref, engine.prompts[1]) == ("org/name", "a time")
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    assert infer("complete", "-").code == 0 and engine.prompts[2] == "from a pipe"
+    for arguments, words in (
+        (("complete",), "needs a text"),
+        (("complete", ""), "the text is empty"),
+        (("complete", "a", "--api-key", "k"), "belong to --url"),
+        (("chat", "--api-key", "k"), "belong to --url"),
+    ):
+        refused = infer(*arguments)
+        assert refused.code == 1 and words in " ".join(refused.err.split())

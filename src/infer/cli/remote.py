@@ -1,0 +1,168 @@
+"""A model behind any OpenAI-style server, streamed as a local one is: what `infer chat` and `infer complete` use with --url.
+
+Runs in the command's event loop; a stream owns its connection until it is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from infer.cli.load_client import LoadClient, LoadError, Reply
+from infer.cli.session import visible
+from infer.errors import ConfigError
+from infer.types import Delta, Prompt, SamplingParams
+
+
+class RemoteModel:
+    """One served model. `on_reasoning` is told what the model thinks before it answers."""
+
+    def __init__(
+        self, url: str, name: str, api_key: str | None = None, on_reasoning: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.url = url
+        self.name = name
+        self._api_key = api_key
+        self._on_reasoning = on_reasoning
+
+    @classmethod
+    async def find(
+        cls,
+        url: str,
+        name: str | None,
+        api_key: str | None = None,
+        on_reasoning: Callable[[str], None] = lambda text: None,
+    ) -> RemoteModel:
+        """`name` None takes the first that the server lists. Raises `LoadError` or `ConfigError`."""
+        if name is None:
+            async with LoadClient(url, api_key) as client:
+                listed = await client.get("/v1/models")
+            data = listed.get("data") if isinstance(listed, dict) else None
+            names = [card["id"] for card in data or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
+            if not names:
+                raise ConfigError(f"{url} lists no model; name one: infer chat MODEL --url {url}")
+            name = names[0]
+        return cls(url, name, api_key, on_reasoning)
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> RemoteStream:
+        """Chat messages ask /v1/chat/completions, text /v1/completions."""
+        given = {field: getattr(params, field) for field in params.model_fields_set}
+        body: dict[str, Any] = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **given}
+        if isinstance(prompt, str):
+            return self._stream("/v1/completions", body | {"prompt": prompt})
+        return self._stream("/v1/chat/completions", body | {"messages": list(prompt)})
+
+    def _stream(self, path: str, body: dict[str, Any]) -> RemoteStream:
+        return RemoteStream(self.url, self._api_key, path, body, self._on_reasoning)
+
+
+class RemoteStream:
+    """One answer while it comes. Leaving it early closes the connection, which ends the answer at the server."""
+
+    def __init__(
+        self, url: str, api_key: str | None, path: str, body: dict[str, Any], on_reasoning: Callable[[str], None]
+    ) -> None:
+        self._client = LoadClient(url, api_key)
+        self._path = path
+        self._body = body
+        self._on_reasoning = on_reasoning
+        self._stack = AsyncExitStack()
+        self._reply: Reply | None = None
+        self._pending: list[Delta] = []
+        self._usage: dict[str, Any] = {}
+        self._calls: dict[int, list[str]] = {}
+        self._model = str(body["model"])
+        self._finish: str | None = None
+        self._thinks = False
+        self._began = self._first = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._began = time.monotonic()
+        await self._stack.enter_async_context(self._client)
+        try:
+            self._reply = await self._stack.enter_async_context(self._client.request("POST", self._path, self._body))
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._reply is None:
+            raise LoadError("the stream was not entered")
+        while not self._pending:
+            events = await self._reply.events()
+            if events is None:
+                raise StopAsyncIteration
+            for event in events:
+                self._take(event)
+        return self._pending.pop(0)
+
+    @property
+    def result(self) -> RemoteStream:
+        """Itself: `summary` says how it went."""
+        return self
+
+    @property
+    def summary(self) -> str:
+        """Counts, speed, the model that answered, and why it ended, in one line."""
+        seconds = time.monotonic() - self._began
+        parts = []
+        tokens = self._usage.get("completion_tokens")
+        if isinstance(tokens, int):
+            parts.append(f"{tokens} tokens")
+            decode = seconds - (self._first or seconds)
+            if tokens > 1 and decode > 0:
+                parts.append(f"{(tokens - 1) / decode:.1f} tokens/s")
+        if self._first:
+            parts.append(f"first after {self._first:.2f} s")
+        if self._finish not in (None, "stop"):
+            parts.append(f"ended by {self._finish}")
+        parts.append(self._model)
+        calls = "".join(f"\n[calls {name}({arguments})]" for name, arguments in self._calls.values())
+        return "[" + ", ".join(parts) + "]" + calls
+
+    def _take(self, event: Any) -> None:
+        if not isinstance(event, dict):
+            return
+        if isinstance(event.get("model"), str):
+            self._model = event["model"]
+        if isinstance(event.get("usage"), dict):
+            self._usage = event["usage"]
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            self._finish = choice.get("finish_reason") or self._finish
+            self._take_calls(delta.get("tool_calls") or ())
+            thought = delta.get("reasoning_content") or delta.get("reasoning")
+            text = delta.get("content") or choice.get("text")
+            if (thought or text) and not self._first:
+                self._first = time.monotonic() - self._began
+            if isinstance(thought, str) and thought:
+                self._thinks = True
+                self._on_reasoning(thought)
+            if isinstance(text, str) and text:
+                if self._thinks:
+                    self._thinks = False
+                    self._on_reasoning("\n")
+                self._pending.append(Delta(0, text, ()))
+
+    def _take_calls(self, calls: Sequence[dict[str, Any]]) -> None:
+        for call in calls:
+            function = call.get("function") or {}
+            told = self._calls.setdefault(call.get("index", 0), ["", ""])
+            told[0] += function.get("name") or ""
+            told[1] += function.get("arguments") or ""
+
+
+def remote_summary(stream: RemoteStream) -> str:
+    return visible(stream.summary)
