@@ -15,6 +15,7 @@ from infer.plugins.registry import KINDS, Kind
 from infer.testing.kits import (
     Check,
     artifact_field,
+    grammar,
     logits_processor,
     model,
     model_source,
@@ -181,3 +182,9 @@ def test_the_example_alias_stands_for_the_default_model(monkeypatch: pytest.Monk
     with pytest.raises(ModelError) as caught:
         source.resolve("hello:default", lambda report: None)
     assert DEFAULT_MODEL.removeprefix("pypi:") in str(caught.value)
+
+
+@pytest.mark.row("TOOLS-GUIDANCE-OUTLINES", "the same suite passes with each installed one")
+@pytest.mark.parametrize("name", names("grammar"))
+def test_grammar(registry: Registry, name: str) -> None:
+    run(grammar.checks(registry.get("grammar", name)))

@@ -5,7 +5,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from infer.errors import GrammarError
@@ -22,6 +22,13 @@ OLD_WORDS = {
     "nullable": '"type": [..., "null"]',
 }
 """Words that restrict or widen in an older draft or in OpenAPI, and mean nothing now -> what to write."""
+_YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+TIMES = {
+    "date": f"^{_YEAR}-",
+    "time": "^[0-9]{2}:[0-9]{2}:[0-5]",
+    "date-time": f"^{_YEAR}-[0-9]{{2}}-[0-9]{{2}}[Tt ][0-9]{{2}}:[0-9]{{2}}:[0-5]",
+}
+"""Format -> how its texts begin. RFC 3339 also has a year 0, and a second 60 at few moments; few programs read them."""
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
@@ -63,21 +70,43 @@ def _check_min_properties(path: str, part: dict[str, Any]) -> None:
 
 def forbid_additional(schema: Any) -> Any:
     """The same schema, where objects that list properties and do not say otherwise have no others."""
+
+    def close(part: dict[str, Any]) -> dict[str, Any]:
+        if "properties" in part and not part.keys() & {"additionalProperties", "patternProperties"}:
+            return {**part, "additionalProperties": False}
+        return part
+
+    return rewritten(schema, close)
+
+
+def real_times(schema: Any) -> Any:
+    """The same schema, where dates have a year that exists and times no leap second: what calendars can read."""
+
+    def tighten(part: dict[str, Any]) -> dict[str, Any]:
+        name = part.get("format")
+        pattern = TIMES.get(name) if isinstance(name, str) else None
+        if pattern is None:
+            return part
+        return {**part, "allOf": [*(part.get("allOf") or ()), {"pattern": pattern}]}
+
+    return rewritten(schema, tighten)
+
+
+def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy with `change` applied to every schema object in it, the innermost first. Depth was checked before."""
     if isinstance(schema, list):
-        return [forbid_additional(part) for part in schema]
+        return [rewritten(part, change) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {
-        key: {name: forbid_additional(part) for name, part in value.items()}
-        if key in SCHEMAS and isinstance(value, dict)
-        else forbid_additional(value)
-        if key in LISTS or key in SINGLE
-        else value
-        for key, value in schema.items()
-    }
-    if "properties" in made and not made.keys() & {"additionalProperties", "patternProperties"}:
-        made["additionalProperties"] = False
-    return made
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in SCHEMAS and isinstance(value, dict):
+            made[key] = {name: rewritten(part, change) for name, part in value.items()}
+        elif key in LISTS or key in SINGLE:
+            made[key] = rewritten(value, change)
+        else:
+            made[key] = value
+    return change(made)
 
 
 def subschemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from infer.grammars._json_schema import check_schema
+from infer.grammars._json_schema import check_schema, real_times
 from infer.grammars._regex import ascii_classes
 from infer.grammars._structural_tag import (
     Choice,
@@ -133,6 +133,7 @@ class _Writer:
         if part.language == "json_schema":
             schema: Any = json.loads(part.source)
             check_schema(schema)
+            schema = real_times(schema)
             return self._rule("%json " + json.dumps(schema if isinstance(schema, dict) else {"allOf": [schema]}))
         if part.language == "regex":
             from llguidance import regex_to_lark  # noqa: PLC0415 - loads with the backend

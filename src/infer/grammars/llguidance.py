@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from infer.errors import GrammarError
-from infer.grammars._json_schema import check_schema, forbid_additional
+from infer.grammars._json_schema import check_schema, forbid_additional, real_times
 from infer.grammars._regex import ascii_classes
 from infer.grammars._structural_tag import read_tags
 from infer.grammars._tag_grammar import to_lark
@@ -208,6 +208,7 @@ def _schema(source: GrammarSource) -> dict[str, Any]:
     check_schema(schema)
     if "x-guidance" in schema:
         raise ValueError("x-guidance is not taken from a schema; see compact and whitespace_pattern")
+    schema = real_times(schema)
     if source.forbid_additional_properties:
         schema = forbid_additional(schema)
     options: dict[str, Any] = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": not source.compact}
