@@ -58,9 +58,8 @@ def main() -> None:
         pairs = [(rate(engine, free), rate(engine, bound)) for _ in range(rounds)]
         ratios = [constrained / unconstrained for unconstrained, constrained in pairs]
         for unconstrained, constrained in pairs:
-            print(
-                f"free {unconstrained:8.1f} tok/s   constrained {constrained:8.1f} tok/s   ratio {constrained / unconstrained:.3f}"
-            )
+            ratio = constrained / unconstrained
+            print(f"free {unconstrained:8.1f} tok/s   constrained {constrained:8.1f} tok/s   ratio {ratio:.3f}")
         print(
             f"median ratio {statistics.median(ratios):.3f} over {rounds} rounds of {NUM_REQUESTS} x {NUM_TOKENS} tokens"
         )
