@@ -303,13 +303,11 @@ class Renderer:
     ) -> Choice:
         """The reader of a running request reads the ids, and finds the text and the stop that it would have found."""
         tokenizer = self._context.engine.tokenizer
-        # An end that is no token of its own is a grammar's: its last token belongs to the text.
-        ends = {*tokenizer.eos_token_ids, *getattr(tokenizer, "special_token_ids", ()), reply.stop_reason}
         admitted = Admitted(
             prompt_ids=prompt_ids,
             specs=(SamplingSpec(seed=reply.seed or 0),) * (reply.index + 1),
             max_tokens=1,
-            stop_ids={end: None for end in ends if isinstance(end, int)},
+            stop_ids=structured.end_ids(tokenizer, reply.stop_reason),
             params=params,
             defaults={},
         )

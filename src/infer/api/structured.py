@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from infer.errors import InvalidRequestError, shown
+from infer.plugins.tokenizer import SupportsTokenBytes, Tokenizer
 from infer.structured import StructuredOutput
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ def to_vllm(output: StructuredOutput) -> dict[str, Any]:
     theirs = {ours: name for name, ours in _VLLM.items()}
     told = {theirs[name]: getattr(output, name) for name in output.model_fields_set if getattr(output, name)}
     return {name: json.loads(value) if name in ("json", "structural_tag") else value for name, value in told.items()}
+
+
+def end_ids(tokenizer: Tokenizer, stop_reason: int | str | None) -> dict[int, int | None]:
+    """Ids that end an answer and are no part of its text. A grammar's end is none: its last token belongs to the text."""
+    special = tokenizer.special_token_ids if isinstance(tokenizer, SupportsTokenBytes) else ()
+    ends: dict[int, int | None] = dict.fromkeys((*tokenizer.eos_token_ids, *special))
+    return ends | {stop_reason: stop_reason} if isinstance(stop_reason, int) else ends
 
 
 def of_response_format(value: Any) -> dict[str, Any] | None:

@@ -443,15 +443,14 @@ def test_the_backend_is_chosen_at_start() -> None:
 
 
 @pytest.mark.row("TOOLS-GUIDANCE-OUTLINES", "a missing package is a named error at start")
-async def test_a_missing_package_is_a_named_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+async def test_a_missing_package_is_a_named_error_at_start(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "llguidance" else find(name, *rest)
-    )
-    engine = fake_engine(letters, EngineConfig(structured_output={"backend": "llguidance"}))
-    with pytest.raises(ConfigError, match=r"llguidance: not available here .*pip install llguidance"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == backend else find(name, *rest))
+    engine = fake_engine(letters, EngineConfig(structured_output={"backend": backend}))
+    with pytest.raises(ConfigError, match=rf"{backend}: not available here .*pip install {backend}"):
         await engine.__aenter__()
 
 
