@@ -66,7 +66,7 @@ class FakeWorker:
     fail_at: Callable[[StepPlan], Exception | None] = lambda plan: None
     row_error: Callable[[Sequence[int]], str | None] = lambda token_ids: None
     grammars: Grammars | None = None
-    """Follow grammars and thinking budgets; without, they are asked for in vain."""
+    """Where grammars and thinking budgets come from; without, a request that has one is a violation."""
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
     _rows: dict[int, _Row] = field(default_factory=dict)
@@ -106,7 +106,9 @@ class FakeWorker:
             admission.sampling,
             [list(table) for table in admission.block_ids],
         )
-        if self.grammars is not None and is_guided(admission.sampling):
+        if is_guided(admission.sampling):
+            if self.grammars is None:
+                raise PlanViolation(f"slot {admission.slot} is guided, and this worker has no grammars")
             outputs = admission.token_ids[admission.prompt_len :]
             self._rows[admission.slot].guide = make_guide(admission.sampling, outputs, self.grammars)
 
