@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from infer.engine.sampling import (
@@ -32,7 +31,7 @@ from infer.engine.sampling import (
 from infer.engine.sampling.draw import draw
 from infer.engine.sampling.kept_set import KeptSet
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
-from infer.engine.sampling.ranking import argmax
+from infer.engine.sampling.ranking import argmax, best_of_rows
 from infer.engine.sampling.row import PROCESSED, Feature, SamplingRow
 from infer.engine.step import PositionLogprobs
 
@@ -96,13 +95,15 @@ def workspace_bytes(vocab_size: int) -> int:
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
     """(raw float32 [M, V], a row each or None when every row is plain greedy) -> ids. `logits` stay as they are."""
-    best = logits.amax(dim=-1)
-    plain = rows is None or any(not row.features & PROCESSED for row in rows)
-    result = Sampled(argmax(logits) if plain else [NO_TOKEN] * len(logits))
-    healthy = torch.isfinite(best)
-    if not bool(healthy.all()):
-        for i in (~healthy).nonzero().flatten().tolist():
-            _fail(result, i, _diagnose(float(best[i])))
+    if rows is None or any(not row.features & PROCESSED for row in rows):
+        chosen, highest = best_of_rows(logits)
+        result = Sampled(chosen)
+    else:
+        result = Sampled([NO_TOKEN] * len(logits))
+        highest = logits.amax(dim=-1).tolist()
+    for i, value in enumerate(highest):
+        if not math.isfinite(value):
+            _fail(result, i, _diagnose(value))
     if rows is not None:
         size = chunk_rows(logits.shape[-1])
         for index in _chunks(rows, PROCESSED, _force(rows, result), size):

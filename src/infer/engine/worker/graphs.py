@@ -31,6 +31,8 @@ class DecodeGraphs:
         self._table_width = table_width
         self._device = device
         self._input: ForwardBatch | None = None
+        self._inputs: dict[int, ForwardBatch] = {}
+        """Its first so many rows."""
         self._graphs: dict[tuple[int, bool], Graph | None] = {}
 
     def takes(self, batch: ForwardBatch) -> bool:
@@ -58,23 +60,30 @@ class DecodeGraphs:
     def close(self) -> None:
         """Drop what was recorded."""
         self._graphs.clear()
+        self._inputs.clear()
         self._input = None
 
     def _fill(self, batch: ForwardBatch, num_rows: int) -> ForwardBatch:
         """Copy the step's input to where recorded operations read it. -> that place as a batch of so many rows."""
+        fixed = self._inputs.get(num_rows)
+        if fixed is None:
+            fixed = self._inputs[num_rows] = self._first_rows(batch, num_rows)
+        fixed.token_ids.copy_(batch.token_ids)
+        fixed.positions.copy_(batch.positions)
+        for own, given in zip(fixed.attention, batch.attention, strict=True):
+            own.seq_lens.copy_(given.seq_lens)
+            own.block_table[:, : given.block_table.shape[1]] = given.block_table
+            own.slot_mapping.copy_(given.slot_mapping)
+        return fixed
+
+    def _first_rows(self, batch: ForwardBatch, num_rows: int) -> ForwardBatch:
         if self._input is None:
             self._input = self._allocate(batch)
-        fixed = self._input
-        fixed.token_ids[:num_rows] = batch.token_ids
-        fixed.positions[:num_rows] = batch.positions
-        for own, given in zip(fixed.attention, batch.attention, strict=True):
-            own.seq_lens[:num_rows] = given.seq_lens
-            own.block_table[:num_rows, : given.block_table.shape[1]] = given.block_table
-            own.slot_mapping[:num_rows] = given.slot_mapping
+        most = self._input
         return replace(
-            fixed,
-            token_ids=fixed.token_ids[:num_rows],
-            positions=fixed.positions[:num_rows],
+            most,
+            token_ids=most.token_ids[:num_rows],
+            positions=most.positions[:num_rows],
             attention=tuple(
                 replace(
                     own,
@@ -87,7 +96,7 @@ class DecodeGraphs:
                     num_decode_rows=num_rows,
                     scratch={},
                 )
-                for own, given in zip(fixed.attention, batch.attention, strict=True)
+                for own, given in zip(most.attention, batch.attention, strict=True)
             ),
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ class Draws:
     """Index among the step's tokens of the one whose logits are drawn from."""
     results: Ints
     """Index in the result's lists."""
+    features: int
+    """Of all of them together."""
 
 
 class InputBatch:
@@ -79,6 +82,10 @@ class InputBatch:
         self._device = device
         # Untouched pages of an empty tensor cost nothing; only ids that were written are ever read.
         self._tokens = torch.empty(max_num_seqs, self._width, dtype=torch.int32, device=device)
+        self._host_tokens = self._tokens.numpy() if device.type == "cpu" else None
+        """The same memory: an index into an array costs a tenth of one into a tensor."""
+        self._numbers = np.arange(max_num_seqs + 1, dtype=np.int64)
+        self._ones = np.ones(max_num_seqs, dtype=np.int64)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int64)
         self._features = np.zeros(max_num_seqs, dtype=np.int64)
         self._rows: list[SamplingRow | None] = [None] * max_num_seqs
@@ -101,9 +108,20 @@ class InputBatch:
 
     def arrange(self, plan: StepPlan) -> StepRows:
         """Order the plan's rows for the forward pass."""
-        slots, starts, counts, samples = (
-            np.array(values, dtype=np.int64) for values in (plan.slots, plan.starts, plan.counts, plan.samples)
-        )
+        slots, starts, counts = (np.array(values, dtype=np.int64) for values in (plan.slots, plan.starts, plan.counts))
+        samples = np.array(plan.samples, dtype=np.bool_)
+        num_rows = len(slots)
+        if max(plan.counts) == 1:  # the steady state: nothing to order
+            return StepRows(
+                plan_rows=self._numbers[:num_rows],
+                slots=slots,
+                starts=starts,
+                counts=self._ones[:num_rows],
+                samples=samples,
+                query_starts=self._numbers[: num_rows + 1],
+                num_decode_rows=num_rows,
+                forks=plan.forks,
+            )
         order = np.argsort(counts != 1, kind="stable")
         counts = counts[order]
         return StepRows(
@@ -111,7 +129,7 @@ class InputBatch:
             slots=slots[order],
             starts=starts[order],
             counts=counts,
-            samples=samples[order] != 0,
+            samples=samples[order],
             query_starts=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts))),
             num_decode_rows=int((counts == 1).sum()),
             forks=plan.forks,
@@ -119,7 +137,9 @@ class InputBatch:
 
     def draws(self, rows: StepRows, errors: dict[int, str]) -> Draws:
         """What to draw, rows in `errors` (and forks of them) left out."""
-        index = np.array([i for i in np.flatnonzero(rows.samples).tolist() if i not in errors], dtype=np.int64)
+        index = np.flatnonzero(rows.samples)
+        if errors:
+            index = np.array([i for i in index.tolist() if i not in errors], dtype=np.int64)
         slots, results = rows.slots[index], rows.plan_rows[index]
         if rows.forks:
             row_of_plan = np.argsort(rows.plan_rows)
@@ -131,7 +151,8 @@ class InputBatch:
             index = np.concatenate((index, np.array([i for _, i, _ in good], dtype=np.int64)))
             slots = np.concatenate((slots, np.array([slot for _, _, slot in good], dtype=np.int64)))
             results = np.concatenate((results, np.array([len(rows.slots) + f for f, _, _ in good], dtype=np.int64)))
-        return Draws(slots, (rows.starts + rows.counts)[index], rows.query_starts[index + 1] - 1, results)
+        ends, last_tokens = (rows.starts + rows.counts)[index], rows.query_starts[index + 1] - 1
+        return Draws(slots, ends, last_tokens, results, int(np.bitwise_or.reduce(self._features[slots], initial=0)))
 
     def fork_errors(self, rows: StepRows, row_errors: dict[int, str]) -> dict[int, str]:
         """Index in the result -> reason, for forks that cannot draw: their row failed, or they could not be taken in."""
@@ -144,15 +165,14 @@ class InputBatch:
 
     def forward_batch(self, rows: StepRows, kv: KVTensors) -> ForwardBatch:
         """The model's input for these rows."""
-        row_of_token = np.repeat(np.arange(len(rows.slots)), rows.counts)
-        offsets = np.arange(rows.query_starts[-1]) - rows.query_starts[row_of_token]
-        positions = rows.starts[row_of_token] + offsets
-        slot_of_token = rows.slots[row_of_token]
-        flat = torch.from_numpy(slot_of_token * self._width + positions).to(self._device)
+        slot_of_token, positions = rows.slots, rows.starts
+        if rows.num_decode_rows < len(rows.slots):
+            row_of_token = np.repeat(self._numbers[: len(rows.slots)], rows.counts)
+            slot_of_token = rows.slots[row_of_token]
+            positions = rows.starts[row_of_token] + np.arange(rows.query_starts[-1]) - rows.query_starts[row_of_token]
         return ForwardBatch(
-            # A row that failed left no id behind, and a step in flight may still read there: any id will do.
-            token_ids=self._tokens.view(-1)[flat].to(torch.int64).clamp_(0, self._vocab_size - 1),
-            positions=torch.from_numpy(positions).to(self._device),
+            token_ids=self._token_ids(slot_of_token, positions),
+            positions=self._upload(positions),
             attention=tuple(
                 self._attention(group, rows, slot_of_token, positions) for group in range(len(self._tables))
             ),
@@ -163,7 +183,7 @@ class InputBatch:
     def sampling_rows(self, draws: Draws) -> list[SamplingRow] | None:
         """Sampling state of the draws, output positions set; None when all of them are plain greedy."""
         slots = draws.slots
-        if not int(np.bitwise_or.reduce(self._features[slots], initial=0)) & SAMPLER:
+        if not draws.features & SAMPLER:
             return None
         output_positions = draws.ends - self._prompt_lens[slots]
         chosen = []
@@ -176,9 +196,11 @@ class InputBatch:
     def prompt_logprob_rows(self, rows: StepRows) -> list[tuple[int, Tensor]]:
         """(row, [n] the prompt ids predicted in this step) of each row that asked for them; the row's first n tokens
         predict them."""
-        wanted = np.flatnonzero(self._features[rows.slots] & Feature.PROMPT_LOGPROBS)
-        found = []
-        for i in wanted.tolist():
+        wanted = self._features[rows.slots] & Feature.PROMPT_LOGPROBS
+        found: list[tuple[int, Tensor]] = []
+        if not wanted.any():
+            return found
+        for i in np.flatnonzero(wanted).tolist():
             slot, start = int(rows.slots[i]), int(rows.starts[i])
             stop = min(start + int(rows.counts[i]), int(self._prompt_lens[slot]) - 1)
             if start < stop and slot not in self._poison:
@@ -200,18 +222,24 @@ class InputBatch:
 
     def write(self, draws: Draws, good: Sequence[int], token_ids: Sequence[int]) -> None:
         """Store the ids of the draws `good` where the next step reads them, and tell rows that count."""
-        slots = draws.slots[good]
-        drawn = [token_ids[k] for k in good]
-        flat = torch.from_numpy(slots * self._width + draws.ends[good])
-        values = torch.tensor(drawn, dtype=torch.int32)
-        self._tokens.view(-1)[flat.to(self._device)] = values.to(self._device)
-        stateful = np.flatnonzero(self._features[slots] & STATEFUL)
-        for i in stateful.tolist():
-            self.row(int(slots[i])).accept(drawn[i])
+        slots, drawn = draws.slots, token_ids
+        ends = draws.ends
+        if len(good) < len(slots):
+            slots, ends, drawn = slots[good], ends[good], [token_ids[k] for k in good]
+        if self._host_tokens is not None:
+            self._host_tokens[slots, ends] = drawn
+        else:
+            flat = self._upload(slots * self._width + ends)
+            self._tokens.view(-1)[flat] = self._upload(np.array(drawn, dtype=np.int32))
+        if draws.features & STATEFUL:
+            for i in np.flatnonzero(self._features[slots] & STATEFUL).tolist():
+                self.row(int(slots[i])).accept(drawn[i])
 
     def guided(self, draws: Draws) -> list[tuple[int, Guide]]:
         """(index among the draws, its guide) of the guided ones."""
-        found = []
+        found: list[tuple[int, Guide]] = []
+        if not draws.features & Feature.GUIDED:
+            return found
         for k in np.flatnonzero(self._features[draws.slots] & Feature.GUIDED).tolist():
             guide = self.row(int(draws.slots[k])).guide
             if guide is not None:
@@ -219,7 +247,7 @@ class InputBatch:
         return found
 
     def _attention(self, group: int, rows: StepRows, slot_of_token: Ints, positions: Ints) -> AttentionMetadata:
-        table, size, device = self._tables[group], self._block_size, self._device
+        table, size = self._tables[group], self._block_size
         seq_lens = rows.starts + rows.counts
         width = -(-int(seq_lens.max()) // size)
         block_table = table[rows.slots, :width]
@@ -229,14 +257,28 @@ class InputBatch:
             block_table[np.arange(width)[None, :] < first_block[:, None]] = 0
         blocks = table[slot_of_token, positions // size].astype(np.int64)
         return AttentionMetadata(
-            query_starts=torch.from_numpy(rows.query_starts.astype(np.int32)).to(device),
-            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(device),
-            block_table=torch.from_numpy(block_table).to(device),
-            slot_mapping=torch.from_numpy(blocks * size + positions % size).to(device),
+            query_starts=self._upload(rows.query_starts.astype(np.int32)),
+            seq_lens=self._upload(seq_lens.astype(np.int32)),
+            block_table=self._upload(block_table),
+            slot_mapping=self._upload(blocks * size + positions % size),
             query_lens_host=rows.counts.tolist(),
             seq_lens_host=seq_lens.tolist(),
             num_decode_rows=rows.num_decode_rows,
         )
+
+    def _token_ids(self, slots: Ints, positions: Ints) -> Tensor:
+        """[T] int64. A row that failed left no id behind, and a step in flight may still read there: any id will do."""
+        most = self._vocab_size - 1
+        if self._host_tokens is None:
+            flat = self._upload(slots * self._width + positions)
+            return self._tokens.view(-1)[flat].to(torch.int64).clamp_(0, most)
+        ids = self._host_tokens[slots, positions].astype(np.int64)
+        return torch.from_numpy(ids.clip(0, most, out=ids))
+
+    def _upload(self, values: NDArray[Any]) -> Tensor:
+        """On the device; on CPU the same memory."""
+        tensor = torch.from_numpy(values)
+        return tensor if self._host_tokens is not None else tensor.to(self._device)
 
     def _free(self, slot: int) -> None:
         self._rows[slot] = None
