@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from infer.errors import GrammarError
@@ -86,8 +88,9 @@ class LLGuidanceBackend:
             if source.kind != "grammar":  # the line it names is one that nobody wrote
                 complaint = _PLACE.sub("", complaint)
             raise GrammarError(f"{source.kind} cannot be used: {_explained(complaint)}")
-        matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
-        grammar = LLGuidanceGrammar(matcher, self.vocabulary)
+        grammar = LLGuidanceGrammar(
+            lambda: LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits), self.vocabulary
+        )
         self._try(source, grammar.start())
         return grammar
 
@@ -110,21 +113,34 @@ class LLGuidanceBackend:
 
 
 class LLGuidanceGrammar:
-    """Implements `plugins.grammar.Grammar`: a matcher that stays at the start and is copied. Copies share their lexer."""
+    """Implements `plugins.grammar.Grammar`: a matcher that stays at the start and is copied.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._matcher = matcher
+    Copies share their lexer and its states. When these have reached their limit, later outputs begin with another one.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher], vocabulary: Vocabulary) -> None:
+        self._make = make
+        self._matcher = make()
         self._vocabulary = vocabulary
+        self._is_spent = False
+        self._lock = threading.Lock()
 
     def start(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary)
+        with self._lock:
+            if self._is_spent:
+                self._matcher, self._is_spent = self._make(), False
+            return LLGuidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._spend)
+
+    def _spend(self) -> None:
+        self._is_spent = True
 
 
 class LLGuidanceMatcher:
     """Implements `plugins.grammar.Matcher`."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, on_limit: Callable[[], None]) -> None:
         self._matcher = matcher
+        self._on_limit = on_limit
         self._eos = frozenset(vocabulary.eos_token_ids)
 
     def accept(self, token_id: int) -> str | None:
@@ -132,11 +148,15 @@ class LLGuidanceMatcher:
             return f"token {token_id} ends the answer where the grammar does not"
         if self._matcher.consume_token(token_id):
             return None
-        return f"token {token_id} does not fit the grammar: {_explained(self._matcher.get_error())}"
+        error = self._matcher.get_error()
+        if "too many" in error.lower():
+            self._on_limit()
+        return f"token {token_id} does not fit the grammar: {_explained(error)}"
 
     def fill(self, mask: bytearray) -> None:
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
+            self._on_limit()
             raise GrammarError(f"the grammar cannot be followed any further: {_explained(self._matcher.get_error())}")
         mask[: len(bits)] = bits[: len(mask)]
 
