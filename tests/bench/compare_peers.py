@@ -14,7 +14,7 @@ import platform
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from peers.catalog import HOW, Entrant, entrants
@@ -37,6 +37,14 @@ def measured_peaks(program: Path | None, threads: int) -> tuple[float, float, fl
     rates = [probe.peak_rates() for _ in range(3)]
     probe.close()
     return (max(r[0] for r in rates), max(r[1] for r in rates), max(r[2] for r in rates))
+
+
+def higher(
+    one: tuple[float, float, float] | None, other: tuple[float, float, float] | None
+) -> tuple[float, float, float] | None:
+    if one is None or other is None:
+        return one or other
+    return (max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]))
 
 
 def report_missing(everybody: list[Entrant]) -> list[Entrant]:
@@ -88,8 +96,9 @@ def main() -> None:
     everybody = entrants(options.peers.resolve(), options.model, options.threads)
     chosen = [one for one in everybody if not options.only or {one.engine, one.name} & set(options.only)]
     running = report_missing(chosen)
-    if not running:
-        raise SystemExit(f"nothing to run below {options.peers}")
+    config = options.peers / "models" / options.model / "hf" / "config.json"
+    if not running or not config.exists():
+        raise SystemExit(f"nothing to run, or no {config}: {HOW['models']}")
     work = Workload.quick() if options.quick else Workload()
     if options.repeats:
         work = Workload(repeats=options.repeats)
@@ -99,8 +108,7 @@ def main() -> None:
         probe = build_probe(Path(scratch))
         if probe is None:
             say("no C compiler: the floors are left out")
-        shape = Shape.read(options.peers / "models" / options.model / "hf" / "config.json")
-        run = Run(work, shape, measured_peaks(probe, options.threads))
+        run = Run(work, Shape.read(config), measured_peaks(probe, options.threads))
         for number in range(rounds):
             # Every second round goes backwards, so that nobody always runs on a machine that somebody has warmed up.
             for place, one in enumerate(running if number % 2 == 0 else running[::-1]):
@@ -118,6 +126,8 @@ def main() -> None:
                         "outcomes": [asdict(o) for o in outcomes.values()],
                     }
                     options.json.write_text(json.dumps(found, indent=1))
+        # The higher of two: what else ran at the beginning may be gone.
+        run = replace(run, peaks=higher(run.peaks, measured_peaks(probe, options.threads)))
     print(header(options, run, rounds, began))
     for line in tables(run, list(outcomes.values())):
         print(line)
