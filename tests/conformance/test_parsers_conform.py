@@ -65,7 +65,7 @@ def test_the_kit_runs_every_check(registry: Registry) -> None:
     checks = [check.name for check in parser.checks(registry.get("parser", "hermes"))]
     assert checks == [
         *("declares", "expected", "every_cut", "one_by_one", "calls", "prefixes", "mutations"),
-        *("leaves_calls_alone", "independent", "tokens", "plain_text"),
+        *("leaves_calls_alone", "independent", "tokens", "plain_text", "call_syntaxes"),
     ]
 
 

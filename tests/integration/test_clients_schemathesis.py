@@ -50,7 +50,7 @@ def test_the_document_names_every_route_and_field(server: LiveServer, document: 
     assert chat["required"] == ["messages"]
     assert chat["additionalProperties"] is False
     assert chat["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
-    assert "tools" in chat["x-refused-fields"]
+    assert "functions" in chat["x-refused-fields"]
     for path, operations in paths.items():
         assert path.startswith("/")
         for operation in operations.values():

@@ -87,7 +87,7 @@ async def test_errors_are_the_clients_own_types(client: openai.AsyncOpenAI) -> N
         await client.chat.completions.create(
             model=MODEL,
             messages=USER,  # type: ignore[arg-type]
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tools=[{"type": "web_search"}],  # type: ignore[list-item]
         )
     assert tools.value.param == "tools"
     with pytest.raises(openai.NotFoundError) as unknown:

@@ -13,6 +13,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.api import generate, health, metrics, ollama, render, render_completions, sglang, utility
+from infer.api.answers import AnswerFormats
 from infer.api.auth import key_digests
 from infer.api.context import ApiContext, CallRegister
 from infer.api.errors import ApiError, error_response
@@ -54,6 +55,7 @@ def build_context(engine: Engine, settings: ApiSection | None = None) -> ApiCont
         key_digests=key_digests(settings),
         calls=CallRegister(settings.max_concurrent_requests),
         health=HealthMonitor(engine),
+        answers=AnswerFormats.of(engine, settings),
     )
 
 

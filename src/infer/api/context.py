@@ -21,6 +21,7 @@ from infer.errors import QueueFullError
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
+    from infer.api.answers import AnswerFormats
     from infer.api.routing import Call
     from infer.config.engine import ApiSection
     from infer.engine.engine import Engine
@@ -92,6 +93,7 @@ class ApiContext:
     key_digests: tuple[bytes, ...]
     calls: CallRegister
     health: HealthMonitor
+    answers: AnswerFormats
     background: TaskGroup | None = None
     """Tasks that outlive the call that starts them, in a server that has some; they end with it."""
     created: int = field(default_factory=lambda: int(time.time()))

@@ -9,20 +9,23 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from infer.api import structured
+from infer.api.answers import AnswerFormats
 from infer.api.artifacts import carried, handed_on
 from infer.api.context import ApiContext, CallRegister
-from infer.api.fields import Body, BodyModel, Unsupported, invalid_field
+from infer.api.fields import invalid_field
 from infer.api.generate import SAMPLING
 from infer.api.monitor import HealthMonitor
 from infer.api.openai import chat
+from infer.api.openai.chat_writer import ChatWriter
 from infer.api.openai.models import check_model
 from infer.api.openai.schemas import CHAT, ChatBody
+from infer.api.render_schemas import DERENDER, GenerateReply, LogprobEntry, ReplyChoice, ReplyUsage
 from infer.api.routing import ApiRoute, Call
 from infer.config.engine import EngineConfig
 from infer.config.model import GenerationDefaults
@@ -32,92 +35,17 @@ from infer.engine.prompts import PromptEncoder
 from infer.engine.step import PositionLogprobs, SamplingSpec
 from infer.engine.stream import ChoiceText, public_logprobs
 from infer.errors import InvalidRequestError
+from infer.plugins.manager import build_registry
 from infer.text.stop import StopStrings
-from infer.types import Choice, Completion, SamplingParams, TokenId, TokenLogprob, Usage
+from infer.types import Choice, Completion, SamplingParams, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
+    from infer.plugins.registry import Registry
     from infer.plugins.tokenizer import Tokenizer
     from infer.text.chat_template import ChatTemplate
 
 _THEIR_NAME = {ours: name for name, ours in SAMPLING.sampling.items()}
-
-
-class _Reply(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
-
-
-class LogprobEntry(_Reply):
-    token_id: TokenId
-    logprob: float
-    rank: int | None
-    """None of a candidate that was asked for by its id."""
-    top_logprobs: list[LogprobEntry] = Field(default_factory=list)
-    kept_ids: list[TokenId] | None = None
-    kept_logmass: float | None = None
-
-
-class LogprobContent(_Reply):
-    content: list[LogprobEntry]
-
-
-class ReplyChoice(_Reply):
-    """A choice of `/inference/v1/generate`."""
-
-    index: Annotated[int, Field(ge=0, lt=1024)] = 0
-    token_ids: list[TokenId] = Field(default_factory=list)
-    text: str | None = None
-    finish_reason: Literal["stop", "length", "repetition", "abort", "deadline"] = "stop"
-    stop_reason: int | str | None = None
-    logprobs: LogprobContent | None = None
-    seed: int | None = None
-
-
-class PromptLogprob(_Reply):
-    logprob: float
-    rank: int | None
-
-
-class ReplyUsage(_Reply):
-    prompt_tokens: Annotated[int, Field(ge=0)] = 0
-    prompt_tokens_details: dict[str, Any] | None = None
-
-
-class GenerateReply(_Reply):
-    """A reply of `/inference/v1/generate`; fields that say nothing to a chat's reader are passed over."""
-
-    request_id: Annotated[str, Field(max_length=256)]
-    created: int | None = None
-    choices: Annotated[list[ReplyChoice], Field(min_length=1, max_length=1024)]
-    usage: ReplyUsage | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
-    metrics: dict[str, Any] | None = None
-    sampling_defaults: dict[str, Any] | None = None
-
-
-class DerenderBody(BodyModel):
-    generate_response: dict[str, Any]
-    """The whole reply of /inference/v1/generate; a choice's text is used where it has one, else its token ids."""
-    chat_request: dict[str, Any] | None = None
-    """The body that was rendered: it says what the reply shows and where its text stops."""
-    model: str | None = None
-    """One of the served names; absent: the model that is served."""
-    prompt_token_ids: list[TokenId] | None = None
-    """What render gave; text is decoded as a continuation of it."""
-    prompt_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Their count, where the ids are not at hand."""
-
-
-DERENDER = Body(
-    name="/v1/chat/completions/derender",
-    model=DerenderBody,
-    unsupported={
-        "stream": Unsupported(note="send the whole reply"),
-        "generate_chunk": Unsupported(note="send the whole reply as generate_response"),
-        "stream_state": Unsupported(note="send the whole reply"),
-    },
-)
 
 
 def routes(context: ApiContext) -> list[ApiRoute]:
@@ -149,6 +77,7 @@ class ModelText:
     prompts: PromptEncoder
     max_model_len: int
     defaults: GenerationDefaults
+    registry: Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +108,12 @@ class Renderer:
         """Without an engine. `defaults`: the checkpoint's generation_config.json."""
         config = config or EngineConfig()
         text = ModelText(
-            config, tokenizer, PromptEncoder(tokenizer, template), max_model_len, defaults or GenerationDefaults()
+            config,
+            tokenizer,
+            PromptEncoder(tokenizer, template),
+            max_model_len,
+            defaults or GenerationDefaults(),
+            build_registry(config.plugins),
         )
         engine = cast("Engine", text)
         context = ApiContext(
@@ -189,6 +123,7 @@ class Renderer:
             key_digests=(),
             calls=CallRegister(1),
             health=HealthMonitor(engine),
+            answers=AnswerFormats.of(engine, config.api),
         )
         return cls(context, text.defaults)
 
@@ -199,10 +134,12 @@ class Renderer:
         call = self._call(notices)
         body, values = CHAT.parse(data, unknown=self._context.settings.unknown_fields, notices=call.notices)
         model = check_model(self._context, body.model)
-        params = chat.chat_params(body, values, call)
-        ids = await chat.encode_chat(body, params, call)
+        plan = chat.answer_plan(body, values, call)
+        params = chat.chat_params(body, values, call, plan)
+        ids = await chat.encode_chat(body, params, call, plan)
         text = self._context.engine.prompts.render(
-            chat.chat_messages(body, call),
+            chat.chat_messages(body, call, plan),
+            tools=chat.template_tools(plan),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=chat.template_variables(body),
@@ -225,7 +162,8 @@ class Renderer:
         body, _ = DERENDER.parse(data, unknown=policy, notices=call.notices)
         reply = _checked(body.generate_response)
         asked, values = CHAT.parse(body.chat_request or {"messages": []}, unknown=policy, notices=call.notices)
-        params = chat.chat_params(asked, values, call)
+        plan = chat.answer_plan(asked, values, call)
+        params = chat.chat_params(asked, values, call, plan)
         prompt_ids = tuple(body.prompt_token_ids or reply.prompt_token_ids or ())
         usage = reply.usage or ReplyUsage()
         done = Completion(
@@ -243,7 +181,7 @@ class Renderer:
         )
         model = check_model(self._context, body.model or asked.model)
         scored = params.logprob_token_ids or ()
-        written = chat.ChatWriter(self._context, asked, model, reply.request_id, scored).reply(done)
+        written = ChatWriter(self._context, asked, model, reply.request_id, plan, scored).reply(done)
         for choice, answered in zip(written["choices"], reply.choices, strict=True):
             if answered.seed is None:
                 del choice["seed"]

@@ -122,7 +122,9 @@ def client_name(parameter: str, data: Mapping[str, Any]) -> str:
     if parameter == "thinking_budget":
         return "thinking_token_budget"
     if parameter == "structured_output":
-        return "structured_outputs" if data.get("structured_outputs") is not None else "response_format"
+        if data.get("structured_outputs") is not None:
+            return "structured_outputs"
+        return "tools" if data.get("tools") and data.get("response_format") is None else "response_format"
     return parameter
 
 

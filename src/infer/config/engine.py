@@ -217,6 +217,11 @@ class ApiSection(Section):
     """Address of that listener; None is 127.0.0.1."""
     admin_uds: str | None = None
     """Path of a unix socket to serve admin routes on, instead of admin_port."""
+    tool_parser: str = "auto"
+    """Output parser that finds tool calls in answers; auto: by the chat template; none: calls stay in the text."""
+    reasoning_parser: str = "auto"
+    """Output parser that tells reasoning from the answer; auto: structured_output.reasoning_parser; none: it stays in the
+    text."""
     tokenizer_info: bool = False
     """Serve /tokenizer_info, which shows the chat template."""
 

@@ -47,6 +47,7 @@ from infer.types import Completion, FinishReason, Prompt, SamplingParams
 if TYPE_CHECKING:
     from infer.artifacts.pipeline import PipelineStatistics
     from infer.artifacts.request import ArtifactRequest
+    from infer.plugins.registry import Registry
     from infer.plugins.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,11 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         return self._open_parts().tokenizer
+
+    @property
+    def registry(self) -> Registry:
+        """The plugins that the configuration lets in."""
+        return self._open_parts().registry
 
     @property
     def prompts(self) -> PromptEncoder:

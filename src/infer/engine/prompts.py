@@ -28,6 +28,11 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template = template
 
+    @property
+    def template_source(self) -> str:
+        """The chat template's text, of all templates if there are several; "" when there is none."""
+        return self._template.source if self._template is not None else ""
+
     async def encode(
         self,
         prompt: Prompt,

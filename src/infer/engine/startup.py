@@ -187,11 +187,16 @@ def guidance_parts(
     config: EngineConfig, registry: Registry, tokenizer: Tokenizer, model: ModelConfig
 ) -> tuple[GrammarStore, GuidedAdmission]:
     """What admits and compiles grammars. Raises `ConfigError` or `PluginError` for a backend or parser that is not there."""
-    section = config.structured_output
+    section, api = config.structured_output, config.api
     grammars = GrammarStore(registry, section, lambda: vocabulary_of(tokenizer, model))
-    template = config.model.chat_template or tokenizer.chat_template
-    parser = reasoning_parser(registry, section.reasoning_parser, template)
-    return grammars, GuidedAdmission(grammars, tokenizer, parser)
+    for name in (api.tool_parser, api.reasoning_parser):  # a wrong name is told before weights are read
+        if name not in ("auto", "none"):
+            registry.get("parser", name)
+    chosen = section.reasoning_parser
+    if chosen == "auto" and api.reasoning_parser != "none":
+        chosen = api.reasoning_parser
+    template = _template_source(config.model.chat_template or tokenizer.chat_template)
+    return grammars, GuidedAdmission(grammars, tokenizer, reasoning_parser(registry, chosen, template))
 
 
 def _load_tokenizer(registry: Registry, path: Path) -> Tokenizer:
@@ -209,11 +214,15 @@ def _load_tokenizer(registry: Registry, path: Path) -> Tokenizer:
 
 
 def _chat_template(source: str | dict[str, str] | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    if source is None:
-        return None
+    source = _template_source(source)
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens())
+
+
+def _template_source(source: str | dict[str, str] | None) -> str | dict[str, str] | None:
+    """A template, or the text of the file that is named instead."""
     if isinstance(source, str) and "\n" not in source and "{" not in source and Path(source).is_file():
-        source = Path(source).read_text("utf-8")
-    return ChatTemplate(source, tokenizer.special_tokens())
+        return Path(source).read_text("utf-8")
+    return source
 
 
 def _scheduler_class(reference: str | None) -> type[Scheduler]:

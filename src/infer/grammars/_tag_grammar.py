@@ -156,4 +156,5 @@ class _Writer:
 
 
 def _regex_literal(text: str) -> str:
-    return re.sub(r"([^\w\s])", r"\\\1", text).replace("\n", "\\n")
+    # Not more than needed: in these regexes an escaped "<" is the beginning of a word.
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text).replace("\n", "\\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, HeaderCalls, TableParser, called, said
 
 DIALECT = Dialect(
@@ -21,6 +21,16 @@ DIALECT = Dialect(
         ),
     ),
     dropped=("<｜end▁of▁sentence｜>",),
+)
+SYNTAX = CallSyntax(
+    section_begin="<｜tool▁calls▁begin｜>",
+    before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    before_arguments="\n```json\n",
+    end="\n```<｜tool▁call▁end｜>",
+    separator="\n",
+    section_end="<｜tool▁calls▁end｜>",
+    trigger="<｜tool▁calls▁begin｜>",
+    excludes=("<｜tool▁call▁begin｜>",),
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -54,6 +64,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<｜tool▁calls▁begin｜>…```json",),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, HeaderCalls, Reasoning, TableParser, called, cut, said, thought
 
 DIALECT = Dialect(
@@ -20,6 +20,15 @@ DIALECT = Dialect(
         ),
     ),
     dropped=("<｜end▁of▁sentence｜>",),
+)
+SYNTAX = CallSyntax(
+    section_begin="<｜tool▁calls▁begin｜>",
+    before_name="<｜tool▁call▁begin｜>",
+    before_arguments="<｜tool▁sep｜>",
+    end="<｜tool▁call▁end｜>",
+    section_end="<｜tool▁calls▁end｜>",
+    trigger="<｜tool▁calls▁begin｜>",
+    excludes=("<｜tool▁call▁begin｜>",),
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -51,6 +60,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<｜tool▁calls▁begin｜>…<｜tool▁sep｜>…<think>",),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, JsonCalls, Reasoning, TableParser, called, said, thought
 
 DIALECT = Dialect(
@@ -15,6 +15,16 @@ DIALECT = Dialect(
     ),
     calls=(JsonCalls(openers=("<|tool_call|>", "<tool_call>"), closers=("</tool_call>",)),),
     dropped=("<response>", "</response>", "<|end_of_text|>"),
+)
+SYNTAX = CallSyntax(
+    section_begin="<|tool_call|>[",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    end="}",
+    separator=", ",
+    section_end="]",
+    trigger="<|tool_call|>",
+    excludes=("<tool_call>",),
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -49,6 +59,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<|tool_call|>", "<|start_of_role|>available_tools<|end_of_role|>…<|tool_call|>"),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import SAMPLE_TOOLS, Dialect, JsonCalls, Reasoning, TableParser, called, cut, said, thought
 
 DIALECT = Dialect(
@@ -15,6 +15,14 @@ DIALECT = Dialect(
         JsonCalls(openers=("<tool_calls>",), closers=("</tool_calls>",), separators=("",)),
     ),
     dropped=("<|im_end|>",),
+)
+SYNTAX = CallSyntax(
+    before_name='<tool_call>\n{"name": "',
+    before_arguments='", "arguments": ',
+    end="}\n</tool_call>",
+    separator="\n",
+    trigger="<tool_call>",
+    excludes=("<tool_calls>",),
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {"text": "Just an answer, with a < and a <tool.", "events": said("Just an answer, with a < and a <tool.")},
@@ -100,6 +108,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<tool_call>", "<tool_calls>"),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

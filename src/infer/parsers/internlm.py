@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, JsonCalls, TableParser, called, said
 
 DIALECT = Dialect(
@@ -17,6 +17,13 @@ DIALECT = Dialect(
         ),
     ),
     dropped=("<|im_end|>",),
+)
+SYNTAX = CallSyntax(
+    before_name='<|action_start|><|plugin|>\n{"name": "',
+    before_arguments='", "parameters": ',
+    end="}<|action_end|>",
+    separator="\n",
+    trigger="<|action_start|>",
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -49,6 +56,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<|action_start|>", "<|plugin|>"),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import SAMPLE_TOOLS, Dialect, JsonCalls, TableParser, called, cut, said
 
 DIALECT = Dialect(
@@ -15,6 +15,7 @@ DIALECT = Dialect(
     ),
     dropped=("<|eom_id|>", "<|eot_id|>"),
 )
+SYNTAX = CallSyntax(before_name='{"name": "', before_arguments='", "parameters": ', end="}", separator="; ")
 TRANSCRIPTS: list[dict[str, Any]] = [
     {"text": "This is just some text {not a call}.", "events": said("This is just some text {not a call}.")},
     {
@@ -74,6 +75,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=('{"name": function name, "parameters": dictionary of argument name',),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, HeaderCalls, JsonCalls, Reasoning, TableParser, called, cut, said, thought
 
 DIALECT = Dialect(
@@ -15,6 +15,24 @@ DIALECT = Dialect(
         HeaderCalls(call_open=("[TOOL_CALLS]",), name_end=("[ARGS]", ""), id_open="[CALL_ID]"),
     ),
     dropped=("</s>",),
+)
+SYNTAXES = (
+    CallSyntax(
+        before_name="[TOOL_CALLS]",
+        before_arguments="[ARGS]",
+        end="",
+        trigger="[TOOL_CALLS]",
+        fingerprint="[ARGS]",
+    ),
+    CallSyntax(
+        section_begin="[TOOL_CALLS] [",
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        end="}",
+        separator=", ",
+        section_end="]",
+        trigger="[TOOL_CALLS]",
+    ),
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -69,6 +87,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("[TOOL_CALLS]",),
             **DIALECT.spec_fields(),
+            call_syntaxes=SYNTAXES,
             example={"transcripts": TRANSCRIPTS},
         )
     ]

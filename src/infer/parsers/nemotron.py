@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, JsonCalls, Reasoning, TableParser, called, said, thought
 
 DIALECT = Dialect(
     reasoning=Reasoning(),
     calls=(JsonCalls(openers=("<TOOLCALL>",), closers=("</TOOLCALL>",)),),
     dropped=("<SPECIAL_12>",),
+)
+SYNTAX = CallSyntax(
+    section_begin="<TOOLCALL>[",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    end="}",
+    separator=", ",
+    section_end="]</TOOLCALL>",
+    trigger="<TOOLCALL>",
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -47,6 +56,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<TOOLCALL>",),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, JsonCalls, Reasoning, TableParser, called, said, thought
 
 DIALECT = Dialect(
     reasoning=Reasoning(),
     calls=(JsonCalls(openers=("functools", "<|tool_call|>"), closers=("<|/tool_call|>",)),),
     dropped=("<|end|>",),
+)
+SYNTAX = CallSyntax(
+    section_begin="<|tool_call|>[",
+    before_name='{"name": "',
+    before_arguments='", "arguments": ',
+    end="}",
+    separator=", ",
+    section_end="]<|/tool_call|>",
+    trigger="<|tool_call|>",
+    excludes=("functools",),
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {
@@ -46,6 +56,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<|tool|>", "functools[", "<|/tool_call|>"),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from infer.plugins import ParserSpec, hookimpl
-from infer.plugins.parser import API_VERSION
+from infer.plugins.parser import API_VERSION, CallSyntax
 from infer.plugins.parsing import Dialect, JsonCalls, Reasoning, TableParser, called, said, thought
 
 DIALECT = Dialect(
     reasoning=Reasoning(implied="without_prompt"),
     calls=(JsonCalls(openers=("<tool_call>",), closers=("</tool_call>",)),),
     dropped=("<|im_end|>",),
+)
+SYNTAX = CallSyntax(
+    before_name='<tool_call>\n{"name": "',
+    before_arguments='", "arguments": ',
+    end="}\n</tool_call>",
+    separator="\n",
+    trigger="<tool_call>",
 )
 TRANSCRIPTS: list[dict[str, Any]] = [
     {"text": "<think>\nSum it.\n</think>\n\n4", "events": [*thought("\nSum it.\n"), *said("\n\n4")]},
@@ -55,6 +62,7 @@ def infer_parsers() -> list[ParserSpec]:
             factory=f"{__name__}:create",
             fingerprints=("<tool_call>…</think>",),
             **DIALECT.spec_fields(),
+            call_syntaxes=(SYNTAX,),
             example={"transcripts": TRANSCRIPTS},
         )
     ]

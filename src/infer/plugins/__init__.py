@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SupportsRouteTaps,
     )
     from infer.plugins.model_source import ModelSource, ModelSourceSpec, Progress, ProgressCallback, ResolvedModel
-    from infer.plugins.parser import Parser, ParserEvent, ParserSpec, SupportsPrompt
+    from infer.plugins.parser import CallSyntax, Parser, ParserEvent, ParserSpec, SupportsPrompt
     from infer.plugins.platform import (
         Attend,
         AttentionMetadata,
@@ -64,7 +64,7 @@ _HOMES = {
         "SupportsRouteTaps",
     ),
     "model_source": ("ModelSource", "ModelSourceSpec", "Progress", "ProgressCallback", "ResolvedModel"),
-    "parser": ("Parser", "ParserEvent", "ParserSpec", "SupportsPrompt"),
+    "parser": ("CallSyntax", "Parser", "ParserEvent", "ParserSpec", "SupportsPrompt"),
     "platform": (
         "Attend",
         "AttentionMetadata",
@@ -95,6 +95,7 @@ __all__ = [
     "BlockFormat",
     "BlockOps",
     "BuildContext",
+    "CallSyntax",
     "CausalLM",
     "DecodeStream",
     "Entry",

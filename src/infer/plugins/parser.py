@@ -15,6 +15,25 @@ ReasoningImplied = Literal["never", "without_prompt", "always"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """One way to write calls whose arguments are JSON, so that a grammar can hold a model to it:
+    section_begin, then calls joined by separator, then section_end; a call is before_name NAME before_arguments {...} end."""
+
+    before_name: str
+    before_arguments: str
+    end: str
+    separator: str = ""
+    section_begin: str = ""
+    section_end: str = ""
+    trigger: str = ""
+    """What every call, or section of calls, begins with and free text never holds; "": a call cannot be told from text."""
+    excludes: tuple[str, ...] = ()
+    """What free text must not hold either: other texts that the parser takes for the beginning of a call."""
+    fingerprint: str = ""
+    """Only for models whose chat template has this text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParserSpec:
     name: str
     api: int
@@ -32,6 +51,8 @@ class ParserSpec:
     reasoning_implied: ReasoningImplied = "never"
     """Whether an output begins inside reasoning although no text opened it, where the prompt's end neither opens nor
     closes it: never; only when the prompt is not known; or always."""
+    call_syntaxes: tuple[CallSyntax, ...] = ()
+    """How a grammar may write calls for this parser; the first whose fingerprint fits. Empty: none can."""
     example: dict[str, Any]
     """{"transcripts": [{"text": ..., "events": [[kind, text, call_index], ...], "tools": [...], "prompt": ...}]}: the
     last two are optional. The kit feeds every transcript in every split."""

@@ -134,7 +134,9 @@ def fake_engine(
             model=model,
             resolved=resolved,
             tokenizer=tokenizer,
-            template=None if asked.model.skip_tokenizer else ChatTemplate(CHAT_TEMPLATE, {}),
+            template=None
+            if asked.model.skip_tokenizer
+            else ChatTemplate(asked.model.chat_template or CHAT_TEMPLATE, {}),
         )
         return assemble(planned, FakeExecutor(worker, latency=latency))
 

@@ -29,6 +29,8 @@ class ChatTemplate:
 
     def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
+        self.source = "\n".join(sources.values())
+        """All of them, to be searched for what they know."""
         self._special_tokens = dict(special_tokens)
         self._templates = {name: _compile(name, text) for name, text in sources.items()}
 

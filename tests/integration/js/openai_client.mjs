@@ -56,7 +56,7 @@ const seen = {
   completion_several: await client.completions.create(several),
   embedding: await refused(client.embeddings.create({ model, input: "x" })),
   structured: await refused(client.chat.completions.create({ ...settings, messages, response_format: { type: "json_schema", json_schema: { name: "x", schema: { not: {} } } } })),
-  tools: await refused(client.chat.completions.create({ ...settings, messages, tools: [{ type: "function", function: { name: "f", parameters: {} } }] })),
+  tools: await refused(client.chat.completions.create({ ...settings, messages, tools: [{ type: "web_search" }] })),
   wrong_model: await refused(client.chat.completions.create({ ...settings, messages, model: "no-such-model" })),
   wrong_value: await refused(client.chat.completions.create({ ...settings, messages, temperature: -1 })),
   unknown_field: await refused(client.chat.completions.create({ ...settings, messages, temperatur: 1 })),

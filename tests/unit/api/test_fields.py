@@ -34,17 +34,11 @@ def test_the_table_names_each_field_once_with_a_reason(body: Any) -> None:
 
 
 ASKING: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "a"},
     "modalities": ["text", "audio"],
-    "parallel_tool_calls": "x",
     "spaces_between_special_tokens": "x",
     "best_of": 2,
-    "include_reasoning": False,
     "store": True,
     "service_tier": "flex",
 }

@@ -5,9 +5,7 @@ Runs in request tasks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
@@ -16,21 +14,19 @@ from infer.api import structured
 from infer.api.artifacts import Wanted, all_vllm_routes, vllm_routes, wanted
 from infer.api.context import ApiContext
 from infer.api.openai import generation
-from infer.api.openai.logprobs import chat_logprobs, prompt_logprobs, token_writer
+from infer.api.openai.chat_writer import ChatWriter
 from infer.api.openai.models import check_model
 from infer.api.openai.progress import report_progress, silence
 from infer.api.openai.schemas import CHAT, ChatBody
 from infer.api.routing import ApiRoute, Call
-from infer.api.sse import EventFrame
 from infer.api.timings import timing_metrics
+from infer.api.tool_requests import read_tools
 from infer.errors import InvalidRequestError
-from infer.types import Completion, Delta, SamplingParams, TokenLogprob
+from infer.types import SamplingParams
 
 if TYPE_CHECKING:
+    from infer.api.answers import AnswerPlan
     from infer.engine.stream import Stream
-
-
-NO_ROUTES: Mapping[int, dict[str, Any]] = MappingProxyType({})
 
 
 def routes(context: ApiContext) -> list[ApiRoute]:
@@ -50,12 +46,13 @@ async def chat(call: Call) -> Response | None:
     body, values = CHAT.parse(call.data, unknown=settings.unknown_fields, notices=call.notices)
     model = check_model(call.context, body.model)
     wants_usage = generation.check_stream_options(body, call)
-    params = chat_params(body, values, call)
+    plan = answer_plan(body, values, call)
+    params = chat_params(body, values, call, plan)
     artifact = wanted(call.data)
     try:
-        prompt_ids = await encode_chat(body, params, call)
+        prompt_ids = await encode_chat(body, params, call, plan)
         [ask] = generation.make_asks(call, "chatcmpl", [prompt_ids], params, body, artifact.request)
-        writer = ChatWriter(call.context, body, model, ask.request_id, params.logprob_token_ids or ())
+        writer = ChatWriter(call.context, body, model, ask.request_id, plan, params.logprob_token_ids or ())
         if body.stream:
             async with generation.opened(call, [ask]) as [stream]:
                 await _stream(call, body, writer, stream, artifact, wants_usage)
@@ -69,7 +66,15 @@ async def chat(call: Call) -> Response | None:
     return call.json(writer.reply(done, routes) | artifact.keys(done))
 
 
-def chat_params(body: ChatBody, values: dict[str, Any], call: Call) -> SamplingParams:
+def answer_plan(body: ChatBody, values: dict[str, Any], call: Call) -> AnswerPlan:
+    """How the answers are made and read. Raises `InvalidRequestError`."""
+    asked = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    form = structured.asked(body.response_format, body.structured_outputs)
+    plan = call.context.answers.plan(asked, form)
+    return replace(plan, hides_special=values.get("skip_special_tokens") is not False)
+
+
+def chat_params(body: ChatBody, values: dict[str, Any], call: Call, plan: AnswerPlan) -> SamplingParams:
     """Sampling as the body asks for it."""
     limit = body.max_completion_tokens
     if limit is not None and values.setdefault("max_tokens", limit) != limit:
@@ -83,7 +88,9 @@ def chat_params(body: ChatBody, values: dict[str, Any], call: Call) -> SamplingP
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
     generation.ask_for_beams(body, values)
-    structured.ask(values, structured.asked(body.response_format, body.structured_outputs))
+    structured.ask(values, plan.form)
+    if plan.reads:
+        values["skip_special_tokens"] = False  # parsers need them; the reader is not shown them
     try:
         return generation.sampling_params(values, call.context.settings)
     except InvalidRequestError as error:
@@ -94,10 +101,11 @@ def chat_params(body: ChatBody, values: dict[str, Any], call: Call) -> SamplingP
         raise
 
 
-async def encode_chat(body: ChatBody, params: SamplingParams, call: Call) -> list[int]:
+async def encode_chat(body: ChatBody, params: SamplingParams, call: Call, plan: AnswerPlan) -> list[int]:
     """Token ids of the conversation, as its template writes them, cut to length if asked."""
     ids = await call.context.engine.prompts.encode(
-        chat_messages(body, call),
+        chat_messages(body, call, plan),
+        tools=template_tools(plan),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=template_variables(body),
@@ -105,18 +113,24 @@ async def encode_chat(body: ChatBody, params: SamplingParams, call: Call) -> lis
     return generation.cut_prompt(ids, body, call, params.max_tokens)
 
 
-def chat_messages(body: ChatBody, call: Call) -> list[dict[str, Any]]:
-    """The messages; "developer" becomes "system" for templates that do not know it."""
+def template_tools(plan: AnswerPlan) -> list[dict[str, Any]] | None:
+    """For a template that knows tools; None: there are none to show."""
+    return list(plan.asked.tools) if plan.asked.tools and plan.formats.shows_tools else None
+
+
+def chat_messages(body: ChatBody, call: Call, plan: AnswerPlan) -> list[dict[str, Any]]:
+    """The messages; "developer" becomes "system" for templates that do not know it, and tools words."""
     if not body.messages:
         raise InvalidRequestError("messages is empty: send at least one", parameter="messages", value=[])
-    template = call.context.engine.config.model.chat_template or call.context.engine.tokenizer.chat_template
-    if any(message.get("role") == "developer" for message in body.messages) and "developer" not in str(template):
+    messages = body.messages
+    if any(message.get("role") == "developer" for message in messages) and "developer" not in plan.formats.template:
         call.notices.append('messages: role "developer" is sent as "system"; the chat template knows no other')
-        return [
-            {**message, "role": "system"} if message.get("role") == "developer" else message
-            for message in body.messages
+        messages = [
+            {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
         ]
-    return body.messages
+    if plan.asked.tools and not plan.formats.shows_tools:
+        call.notices.append("tools: the chat template knows none; the system message lists them")
+    return plan.formats.messages(messages, plan.asked)
 
 
 def template_variables(body: ChatBody) -> dict[str, Any]:
@@ -126,89 +140,6 @@ def template_variables(body: ChatBody) -> dict[str, Any]:
         if value is not None:
             variables[name] = value
     return variables
-
-
-class ChatWriter:
-    """Writes one call's reply, or its chunks."""
-
-    def __init__(
-        self, context: ApiContext, body: ChatBody, model: str, reply_id: str, candidate_ids: Sequence[int] = ()
-    ) -> None:
-        self._context = context
-        self._candidate_ids = candidate_ids
-        self._body = body
-        self._text = context.token_text
-        self._write = token_writer(context.token_text, body.return_tokens_as_token_ids)
-        self._head = {"id": reply_id, "created": int(time.time()), "model": model}
-        self.frame = EventFrame({**self._head, "object": "chat.completion.chunk"})
-
-    def reply(self, done: Completion, routes: Mapping[int, dict[str, Any]] = NO_ROUTES) -> dict[str, Any]:
-        """`routes`: choice index -> what it says of its routed experts."""
-        choices = []
-        for choice in done.choices:
-            reason, stop_reason = generation.finish(choice.finish_reason, choice.stop_reason)
-            one: dict[str, Any] = {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": chat_logprobs(choice.logprobs, self._write, self._text, self._candidate_ids),
-                "finish_reason": reason,
-                "stop_reason": stop_reason,
-                "seed": choice.seed,
-            }
-            if self._body.return_token_ids:
-                one["token_ids"] = choice.token_ids
-            choices.append(one | routes.get(choice.index, {}))
-        counts = done.usage
-        reply = {
-            **self._head,
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens),
-            "sampling_defaults": done.sampling_defaults,
-        }
-        if self._body.return_token_ids:
-            reply["prompt_token_ids"] = done.prompt_token_ids
-        if done.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = self.prompt_logprobs(done.prompt_logprobs)
-        if self._body.return_metrics:
-            reply["metrics"] = timing_metrics(done)
-        return reply
-
-    def prompt_logprobs(self, entries: Sequence[TokenLogprob | None] | None) -> list[Any] | None:
-        return prompt_logprobs(entries, self._text, self._candidate_ids)
-
-    def chunk(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": choices, **extra}
-
-    def role(self, index: int, stream: Stream) -> dict[str, Any]:
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-            "seed": stream.seeds[index],
-        }
-        if index:
-            return self.chunk([choice])
-        extra = {"prompt_token_ids": stream.prompt_token_ids} if self._body.return_token_ids else {}
-        return self.chunk([choice], sampling_defaults=stream.sampling_defaults, **extra)
-
-    def delta(self, delta: Delta) -> dict[str, Any] | None:
-        """One delta as a choice; None when there is nothing to tell the client yet."""
-        ids = self._body.return_token_ids and bool(delta.token_ids)
-        if not (delta.text or delta.finish_reason or delta.logprobs or ids):
-            return None
-        choice: dict[str, Any] = {
-            "index": delta.choice_index,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": chat_logprobs(delta.logprobs or None, self._write, self._text, self._candidate_ids),
-            "finish_reason": None,
-        }
-        if delta.finish_reason is not None:
-            choice["finish_reason"], choice["stop_reason"] = generation.finish(delta.finish_reason, delta.stop_reason)
-        if self._body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        return choice
 
 
 async def _stream(
@@ -228,7 +159,7 @@ async def _stream(
     count = 0
     async for delta in generation.Deltas(stream):
         count += len(delta.token_ids)
-        choice = writer.delta(delta)
+        choice = writer.delta(delta, stream.prompt_token_ids)
         if choice is None:
             continue
         extra: dict[str, Any] = dict(blank)
@@ -246,6 +177,7 @@ async def _stream(
     if last_usage:
         counts = stream.result.usage
         last["usage"] = generation.usage(counts.prompt_tokens, counts.output_tokens, counts.cached_tokens)
+        writer.add_reasoning(last["usage"], stream.result)
     if body.return_metrics:
         last["metrics"] = timing_metrics(stream.result)
     if last:

@@ -81,6 +81,14 @@ class ChatBody(GenerationBody):
     """Further variables for the chat template."""
     reasoning_effort: str | None = None
     """Handed to the chat template; one that does not know it ignores it."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call: {"type": "function", "function": {"name", "description", "parameters", "strict"}}."""
+    tool_choice: str | dict[str, Any] | None = None
+    """"none", "auto", "required", or the function that must be called; absent: auto where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+    include_reasoning: bool = True
+    """Return the reasoning; false: it is thought, and counted, but not shown."""
     documents: list[dict[str, Any]] | None = None
     """Documents for the chat template."""
 
@@ -142,7 +150,7 @@ def _is(*values: Any) -> Any:
     return lambda value: any(value == known and type(value) is type(known) for known in values)
 
 
-_TOOLS = "tool calling is not there yet"
+_FUNCTIONS = "OpenAI gave it up for tools and tool_choice"
 _GUIDED = 'vLLM gave it up for structured_outputs={{"{}": ...}}'
 _LATER = "not there yet"
 _NO_EFFECT = "has no effect here"
@@ -178,16 +186,12 @@ _CHAT: dict[str, Unsupported] = {
     "audio": Unsupported(note="infer writes text only"),
     "moderation": Unsupported(note="there is no moderation here"),
     "web_search_options": Unsupported(note="there is no web search here"),
-    "tools": Unsupported(note=_TOOLS),
-    "tool_choice": Unsupported(note=_TOOLS, harmless=_is("none", "auto")),
-    "parallel_tool_calls": Unsupported(note=_TOOLS, harmless=_is(True, False)),
-    "functions": Unsupported(note=_TOOLS),
-    "function_call": Unsupported(note=_TOOLS, harmless=_is("none", "auto")),
+    "functions": Unsupported(note=_FUNCTIONS),
+    "function_call": Unsupported(note=_FUNCTIONS, harmless=_is("none", "auto")),
     "chat_template": Unsupported(note="the operator chooses the template (model.chat_template)"),
     "echo": Unsupported(note="only /v1/completions has it"),
     "best_of": Unsupported(note="only /v1/completions has it", harmless=_is(1)),
     "add_special_tokens": Unsupported(note="the chat template writes special tokens itself"),
-    "include_reasoning": Unsupported(note=_LATER, harmless=_is(True)),
     "mm_processor_kwargs": Unsupported(note="infer takes text only"),
 }
 

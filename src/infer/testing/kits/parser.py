@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from infer.plugins.parser import Parser, ParserEvent, ParserSpec, SupportsPrompt
+from infer.plugins.parser import CallSyntax, Parser, ParserEvent, ParserSpec, SupportsPrompt
 from infer.plugins.parsing.transcripts import merge_events
 from infer.testing.kits import Check, expect, load
 
@@ -32,6 +32,7 @@ def checks(spec: ParserSpec, split: Split | None = None) -> Iterator[Check]:
         yield Check(body.__name__.strip("_"), partial(_each, body, spec, transcripts))
     yield Check("tokens", lambda: _tokens(spec, transcripts, split))
     yield Check("plain_text", lambda: _plain_text(spec))
+    yield Check("call_syntaxes", lambda: _call_syntaxes(spec))
 
 
 def _each(body: Callable[[ParserSpec, dict[str, Any]], None], spec: ParserSpec, transcripts: list[Any]) -> None:
@@ -201,3 +202,30 @@ def _plain_text(spec: ParserSpec) -> None:
         expect(now.rstrip() == "".join(pieces).rstrip(), f"of {''.join(pieces)!r} it has only said {now!r}")
         rest = "".join(event.text for event in parser.finish())
         expect(now + rest == "".join(pieces), f"plain text comes back as {now + rest!r}")
+
+
+def write_calls(syntax: CallSyntax, calls: Sequence[tuple[str, str]]) -> str:
+    """What a grammar of this syntax writes for calls of (name, arguments)."""
+    written = [
+        f"{syntax.before_name}{name}{syntax.before_arguments}{arguments}{syntax.end}" for name, arguments in calls
+    ]
+    return syntax.section_begin + syntax.separator.join(written) + syntax.section_end
+
+
+def _call_syntaxes(spec: ParserSpec) -> None:
+    """What a grammar writes is read as what was meant: one call, several, and behind text."""
+    one, two = ("get_weather", '{"city": "O\\"slo", "days": [1, {"a": null}]}'), ("ns.get-time", "{}")
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name, _ in (one, two)]
+    prompt = spec.reasoning_end[0] if spec.reasoning_end else ""
+    for syntax in spec.call_syntaxes:
+        for calls in ([one], [two, one], [two, two, two]):
+            for before in ("", "I look.") if syntax.trigger else ("",):
+                text = before + write_calls(syntax, calls)
+                said = _run(_make(spec, {"prompt": prompt} if prompt else {}, tools), list(text))
+                wanted = [["text", before, 0, ""]] if before else []
+                for index, (name, arguments) in enumerate(calls):
+                    wanted += [["tool_start", name, index, ""], ["tool_args", arguments, index, ""]]
+                    wanted += [["tool_end", "", index, ""]]
+                expect(_lines(said) == wanted, f"the syntax writes {text!r}, which is read as {_lines(said)}")
+        start = syntax.section_begin or syntax.before_name
+        expect(start.startswith(syntax.trigger), f"calls do not begin with the trigger {syntax.trigger!r}")
