@@ -68,7 +68,8 @@ class Candidate:
     """An engine whose model is run on its own worker thread, window by window."""
 
     def __init__(self, engine: Engine, window: int) -> None:
-        self._executor: Any = engine._parts.executor
+        parts: Any = engine._parts
+        self._executor: Any = parts.executor
         self._window = window
         self.scores = Scores(weights=engine.resolved.memory.weights)
 
@@ -114,7 +115,8 @@ async def main() -> None:
 
     torch.set_num_threads(options.threads)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    oracle: Any = load(options.directory / "hf", dtype=torch.float32).eval()
+    oracle: Any = load(options.directory / "hf", dtype=torch.float32)
+    oracle.eval()
     reference = Scores(weights=4 * sum(parameter.numel() for parameter in oracle.parameters()))
     async with AsyncExitStack() as stack:
         running: dict[str, Candidate] = {}

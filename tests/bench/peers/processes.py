@@ -44,8 +44,14 @@ def run_one(
         "PEERS_STARTED": repr(time.monotonic()),
     }  # fmt: skip
     # A session of its own: vLLM's processes outlive their parent when that is killed.
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(entrant.command, env=environment, text=True, start_new_session=True, **pipes) as process:
+    with subprocess.Popen(
+        entrant.command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             output, errors = process.communicate(timeout=time_limit)
         except subprocess.TimeoutExpired as error:
