@@ -384,6 +384,30 @@ def test_platform_graphs(plant: Plant, registry: Registry, bug: Any) -> None:
     assert failures(platform.checks(spec)) == {"graphs"}
 
 
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k + 1, p, m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k, p.clamp_min(1.0), m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k, p, m * 0, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t.clamp(0.5, 2), k, p, m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows * 0, t, k, p, m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k, p, m, 1 - u),
+        lambda o, x, rows, t, k, p, m, u: o(x.nan_to_num_(neginf=-1.0), rows, t, k, p, m, u),
+    ],
+    ids=["top_k", "top_p", "min_p", "temperature", "rows", "number", "in place"],
+)
+def test_platform_draw(plant: Plant, registry: Registry, bug: Any) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "cpu", threads)
+        original = made.ops.draw
+        made.ops = dataclasses.replace(made.ops, draw=lambda *arguments: bug(original, *arguments))
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant(make))
+    assert failures(platform.checks(spec)) == {"draw"}
+
+
 def test_platform_that_leaks_its_thread_count(plant: Plant, registry: Registry) -> None:
     def make(threads: int | None) -> Any:
         made = registry.create("platform", "reference", threads)

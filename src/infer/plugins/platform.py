@@ -204,6 +204,12 @@ class Ops:
     head_logits: Callable[[Tensor, Tensor], Tensor] | None = None
     """(hidden [M, N], weight [V, N], packed or not) -> fp32 [M, V]: `linear` without rounding the result to x's dtype."""
 
+    draw: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """(logits [M, V] fp32, rows [D] int64 of them, temperature [D] fp32, top_k [D] int64, 0 for all, top_p [D] fp64, 1 for
+    all, min_p [D] fp32, number [D] fp64 in [0, 1)) -> ids [D] int64. Each row: of its logits the top_k highest (of equal
+    ones the lowest ids), of these the smallest set of most likely ones that reaches top_p, of these all that are at least
+    min_p times as likely as the best; then the first in the order of ids whose cumulative probability among them exceeds
+    the number. Rows have a finite highest logit and are drawn from without being changed."""
     scale: Callable[[Tensor, float], Tensor] | None = None
     """(x, factor) -> factor * x in x's dtype."""
     sigmoid: Callable[[Tensor], Tensor] | None = None

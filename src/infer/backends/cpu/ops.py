@@ -53,6 +53,7 @@ def table_of(native: NativeOps, experts: NativeExperts) -> Ops:
         rotary_angles=native.rotary_angles,
         sigmoid=native.sigmoid,
         tanh=native.tanh,
+        draw=native.draw,
         scale=native.scale,
         widen=experts.widen,
         add_shared=experts.add_shared,
@@ -254,6 +255,27 @@ class NativeOps(Kernels):
             x.stride(0),
         )
         return out
+
+    def draw(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        number: Tensor,
+    ) -> Tensor:
+        count, width = len(rows), logits.shape[1]
+        ids = self._new(torch.int64, count)
+        work = self._new(torch.uint8, self._call.infer_draw_work(self._library.pool, width))
+        if self._dry:
+            return ids
+        given = [tensor.contiguous() for tensor in (logits, rows, temperature, top_k, top_p, min_p, number)]
+        self._call.infer_draw(
+            self._library.pool, *[tensor.data_ptr() for tensor in given], ids.data_ptr(), work.data_ptr(), count, width
+        )
+        return ids
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         x = self._dense(x)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.engine.sampling.philox import uniforms
@@ -15,17 +17,43 @@ BLOCK = 128
 """Tokens per partial sum: the search goes to a block first, then to a token within it."""
 
 
+FusedDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`plugins.platform.Ops.draw`."""
+
+
+def numbers_of(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+    """The number that decides each row's draw."""
+    return uniforms(
+        np.array([row.spec.seed for row in rows], dtype=np.uint64),
+        np.array([row.output_position for row in rows], dtype=np.uint64),
+    )
+
+
+def draw_fused(fused: FusedDraw, logits: Tensor, index: Sequence[int], rows: Sequence[SamplingRow]) -> Tensor:
+    """(raw float32 [M, V], rows of it, their state) -> ids [D] int64: temperature, truncation and draw in one."""
+    specs, device = [row.spec for row in rows], logits.device
+
+    def column(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return fused(
+        logits,
+        column(list(index), torch.int64),
+        column([spec.temperature for spec in specs], torch.float32),
+        column([spec.top_k for spec in specs], torch.int64),
+        column([spec.top_p for spec in specs], torch.float64),
+        column([spec.min_p for spec in specs], torch.float32),
+        torch.from_numpy(numbers_of(rows)).to(device),
+    )
+
+
 def draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """(processed float32 [M, V], a row each) -> ids [M] int64, by inverting the cumulative probability in id order.
 
     Every operation works within a row, and the number is keyed by (seed, output position): what a row draws depends
     on nothing else. Sums are double.
     """
-    numbers = uniforms(
-        np.array([row.spec.seed for row in rows], dtype=np.uint64),
-        np.array([row.output_position for row in rows], dtype=np.uint64),
-    )
-    return invert(torch.softmax(logits, dim=-1), torch.from_numpy(numbers).to(logits.device))
+    return invert(torch.softmax(logits, dim=-1), torch.from_numpy(numbers_of(rows)).to(logits.device))
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from infer.engine.sampling import (
     top_k,
     top_p,
 )
-from infer.engine.sampling.draw import draw
+from infer.engine.sampling.draw import FusedDraw, draw, draw_fused
 from infer.engine.sampling.kept_set import KeptSet
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.ranking import argmax, best_of_rows
@@ -57,6 +57,9 @@ TRUNCATION: Transforms = (
 )
 ORDER = SHAPING + TRUNCATION
 """The order of `SamplingParams`, written once."""
+
+UNFUSED = PROCESSED & ~(Feature.RANDOM | Feature.TEMPERATURE | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P)
+"""What a platform's own draw knows nothing of."""
 
 CHUNK_ELEMENTS = 2**17
 """Logits processed at a time: bounds the sampler's memory whatever the batch, and keeps it in the CPU's cache."""
@@ -93,8 +96,9 @@ def workspace_bytes(vocab_size: int) -> int:
     return chunk_rows(vocab_size) * vocab_size * BYTES_PER_ELEMENT
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
-    """(raw float32 [M, V], a row each or None when every row is plain greedy) -> ids. `logits` stay as they are."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow] | None, fused: FusedDraw | None = None) -> Sampled:
+    """(raw float32 [M, V], a row each or None when every row is plain greedy, the platform's own draw if it has one) -> ids.
+    `logits` stay as they are."""
     if rows is None or any(not row.features & PROCESSED for row in rows):
         chosen, highest = best_of_rows(logits)
         result = Sampled(chosen)
@@ -106,13 +110,32 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow] | None) -> Sampled:
             _fail(result, i, _diagnose(value))
     if rows is not None:
         size = chunk_rows(logits.shape[-1])
-        for index in _chunks(rows, PROCESSED, _force(rows, result), size):
+        settled = _force(rows, result)
+        if fused is not None:
+            settled |= _draw_fused(fused, logits, rows, settled, result)
+        for index in _chunks(rows, PROCESSED, settled, size):
             _sample_chunk(logits, index, rows, result)
         for index in _chunks(rows, Feature.LOGPROBS, result.errors, size):
             _report_raw(logits, index, rows, result)
         for i, (ids, logmass) in result.kept.items():
             result.logprobs[i].kept_ids, result.logprobs[i].kept_logmass = ids, logmass
     return result
+
+
+def _draw_fused(
+    fused: FusedDraw, logits: Tensor, rows: Sequence[SamplingRow], skip: Container[int], result: Sampled
+) -> set[int]:
+    """Draw for rows of which nobody wants to see more than the id. Returns them."""
+    index = [
+        i
+        for i, row in enumerate(rows)
+        if row.features & Feature.RANDOM and not row.features & UNFUSED and i not in skip and not _wants_processed(row)
+    ]
+    if index:
+        ids = draw_fused(fused, logits, index, [rows[i] for i in index]).tolist()
+        for i, token_id in zip(index, ids, strict=True):
+            result.token_ids[i] = token_id
+    return set(index)
 
 
 def process(logits: Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -177,7 +177,7 @@ class Runner:
     def _sample(self, draws: Draws, hidden: Tensor, result: StepResult) -> None:
         logits = self._loaded().logits(hidden, torch.from_numpy(draws.last_tokens).to(hidden.device))
         self._guides.wait()
-        sampled = sample(logits, self._batch.sampling_rows(draws))
+        sampled = sample(logits, self._batch.sampling_rows(draws), self._platform.ops.draw)
         self._batch.write(draws, self._good(sampled), sampled.token_ids)
         for k, index in enumerate(draws.results.tolist()):
             if k in sampled.errors:

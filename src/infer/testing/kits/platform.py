@@ -40,6 +40,7 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     yield Check("step_context_restores_what_it_changes", partial(_step_context, platform))
     yield Check("workspace", partial(_workspace, platform))
     yield Check("graphs", partial(_graphs, platform))
+    yield Check("draw", partial(_draw, platform))
     for name in platform.limits().dtypes:
         for body in (_embedding, _linear, _rms_norm, _add_rms_norm, _rotary, _gated, _gather, _write_kv, _attention):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, platform, getattr(torch, name)))
@@ -154,6 +155,40 @@ def _graphs(platform: Platform) -> None:
                     graph is not None and torch.equal(graph.replay(), expected),
                     f"a replay of {work.__name__} work differs",
                 )
+
+
+def _draw(platform: Platform) -> None:
+    """Over a few rows whose answer is plain: ties, one after the other in the order of ids, and what truncation leaves."""
+    draw, device = platform.ops.draw, platform.device
+    if draw is None:
+        return
+    even, steps = torch.zeros(8), torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0, 3.0, -1.0, 0.5])
+    masked = torch.where(torch.arange(8) % 2 == 0, -math.inf, 0.0)
+    # (row, temperature, top_k, top_p, min_p, number) -> id
+    cases = [
+        ((0, 1.0, 0, 1.0, 0.0, 0.99), 7),
+        ((0, 1.0, 4, 1.0, 0.0, 0.99), 3),
+        ((0, 1.0, 0, 0.5, 0.0, 0.99), 3),
+        ((1, 1.0, 1, 1.0, 0.0, 0.99), 1),
+        ((1, 1.0, 0, 1.0, 1.0, 0.99), 5),
+        ((1, 1.0, 0, 1e-9, 0.0, 0.99), 1),
+        ((1, 0.01, 0, 1.0, 0.0, 0.7), 5),
+        ((2, 1.0, 0, 1.0, 0.0, 0.0), 1),
+        ((2, 1.0, 100, 1.0, 0.0, 0.999), 7),
+        ((1, 1e6, 0, 1.0, 0.0, 0.01), 0),
+    ]
+    columns = zip(*(case for case, _ in cases), strict=True)
+    dtypes = (torch.int64, torch.float32, torch.int64, torch.float64, torch.float32, torch.float64)
+    with platform.step_context():
+        logits = torch.stack((even, steps, masked)).to(device)
+        given = [
+            torch.tensor(column, dtype=dtype, device=device) for column, dtype in zip(columns, dtypes, strict=True)
+        ]
+        before = logits.clone()
+        ids = draw(logits, *given).tolist()
+        expect(torch.equal(logits, before), "draw changes the logits")
+    for (case, right), found in zip(cases, ids, strict=True):
+        expect(found == right, f"draw{case} gives {found}, not {right}")
 
 
 def _embedding(ops: Ops, draw: Draw) -> None:

@@ -32,6 +32,11 @@ void infer_gate(void* pool, int dtype, int kind, const void* x, void* y, int64_t
 // heads [tokens, num_heads] blocks of `size`, row stride `stride` elements; the first 2 * half of each are rotated.
 void infer_rotary(void* pool, int dtype, const void* x, const float* cos, const float* sin, void* y, int64_t tokens,
                   int64_t heads, int64_t size, int64_t half, int64_t stride);
+// A token for each of `count` rows of logits [., n] fp32, named by `rows`; see sampling.cpp. top_k 0: all. numbers in [0, 1).
+int64_t infer_draw_work(void* pool, int64_t n);
+void infer_draw(void* pool, const float* logits, const int64_t* rows, const float* temperatures, const int64_t* top_k,
+                const double* top_p, const float* min_p, const double* numbers, int64_t* ids, void* work, int64_t count,
+                int64_t n);
 // y = factor * x.
 void infer_scale(int dtype, const void* x, void* y, int64_t count, float factor);
 // Rows of so many bytes that lie `stride` bytes apart, one behind the other.
