@@ -220,7 +220,7 @@ def test_its_end_is_the_end_of_all_its_beams(engine: BlockingEngine, how: str) -
             elif how == "abort":
                 assert inner.abort("mine")
         with anyio.fail_after(60):
-            while inner.statistics().running or inner.statistics().waiting:
+            while inner.statistics().running or inner.statistics().waiting:  # noqa: ASYNC110 - its own state
                 await anyio.sleep(0.01)
         assert inner.request_ids == () and not inner.abort("mine")
         return result[0] if result else None

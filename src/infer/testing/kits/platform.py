@@ -175,7 +175,7 @@ def _draw(platform: Platform) -> None:
         ((1, 0.01, 0, 1.0, 0.0, 0.7), 5),
         ((2, 1.0, 0, 1.0, 0.0, 0.0), 1),
         ((2, 1.0, 100, 1.0, 0.0, 0.999), 7),
-        ((1, 1e6, 0, 1.0, 0.0, 0.01), 0),
+        ((1, 1e6, 0, 1.0, 0.0, 0.1), 0),
     ]
     columns = zip(*(case for case, _ in cases), strict=True)
     dtypes = (torch.int64, torch.float32, torch.int64, torch.float64, torch.float32, torch.float64)

@@ -77,7 +77,9 @@ def test_one_quantization_method_answers_for_a_checkpoint() -> None:
     assert choose_quant_method(registry, quantized({"quant_method": "gguf"})).name == "gguf"
     with pytest.raises(UnsupportedModelError, match=r"'quant_method': 'marvel'.*gguf, unquantized"):
         choose_quant_method(registry, quantized({"quant_method": "marvel"}))
-    both: Any = Plugins(quant_method=[(SimpleNamespace(name=name, at_load=False), lambda section: True) for name in ("x", "y")])
+    both: Any = Plugins(
+        quant_method=[(SimpleNamespace(name=name, at_load=False), lambda section: True) for name in ("x", "y")]
+    )
     with pytest.raises(PluginConflictError, match=r"x, y.*plugins\.block"):
         choose_quant_method(both, quantized(None))
 
