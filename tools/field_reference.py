@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from infer.api import generate, ollama_schemas, render, sglang_schemas, utility
+from infer.api import generate, ollama_schemas, render_schemas, sglang_schemas, utility
 from infer.api.fields import Body
 from infer.api.openai import batches, schemas
 from infer.api.reply_fields import REPLY_FIELDS
@@ -23,7 +23,7 @@ BODIES: tuple[Body, ...] = (
     generate.SAMPLING,
     sglang_schemas.GENERATE,
     sglang_schemas.SAMPLING,
-    render.DERENDER,
+    render_schemas.DERENDER,
     utility.TOKENIZE,
     utility.DETOKENIZE,
     ollama_schemas.CHAT,
