@@ -245,3 +245,22 @@ def test_the_kit_reads_the_declaration(registry: Registry, wrong: dict[str, Any]
     (declares,) = (check for check in parser.checks(spec) if check.name == "declares")
     with pytest.raises(AssertionError):
         declares.run()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"end": "}</tool_call"}, "is read as"),
+        ({"separator": ", and "}, "is read as"),
+        ({"before_arguments": '", "with": '}, "is read as"),
+        ({"trigger": "<tool>"}, "trigger"),
+    ],
+)
+def test_the_kit_finds_a_syntax_that_the_parser_does_not_read(
+    registry: Registry, wrong: dict[str, str], said: str
+) -> None:
+    spec = registry.get("parser", "hermes")
+    broken = dataclasses.replace(spec, call_syntaxes=(dataclasses.replace(spec.call_syntaxes[0], **wrong),))
+    [check] = [check for check in parser.checks(broken) if check.name == "call_syntaxes"]
+    with pytest.raises(AssertionError, match=said):
+        check.run()

@@ -9,6 +9,7 @@ import ollama
 import pytest
 
 from api_server import HELLO, MODEL, Server, in_thread, on_loopback
+from infer import EngineConfig
 from infer.testing.fake_engine import CHAT_TEMPLATE, scripted
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -89,7 +90,6 @@ def test_an_empty_request_says_that_the_model_is_there(client: ollama.Client) ->
         (lambda client: client.embeddings(MODEL, "text"), 400, "embed is not supported"),
         (lambda client: client.chat("other", MESSAGES), 404, "model 'other' not found"),
         (lambda client: client.show("other"), 404, "model 'other' not found"),
-        (lambda client: client.generate(MODEL, "a", format="json"), 400, "format is not supported"),
         (lambda client: client.generate(MODEL, "a", suffix="b"), 400, "suffix is not supported"),
         (lambda client: client.generate(MODEL, "a", context=[1, 2]), 400, "context is not supported"),
         (lambda client: client.generate(MODEL, "a", think=True), 400, "think is not supported"),
@@ -128,3 +128,29 @@ async def test_the_asynchronous_client() -> None:
         whole = await client.generate(MODEL, "x")
         await client._client.aclose()
     assert "".join(part.message.content or "" for part in parts) == HELLO == whole.response
+
+
+HERMES = (
+    "{# <tool_call> #}{{ tools | tojson if tools else '' }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n"
+    "{% endfor %}<assistant>{{ '<think></think>' if enable_thinking is false else '' }}"
+)
+TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.row("TOOLS-CALLING-CORE", "the `ollama` Python client calls tools, whole and streamed")
+def test_tools_and_thinking() -> None:
+    written = '<think>Hm.</think>I look.<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    config = EngineConfig(model={"chat_template": HERMES}, cache={"num_blocks": 4096})
+    with in_thread(scripted(written), config=config) as server:
+        client = ollama.Client(host=server.address)
+        whole = client.chat(MODEL, MESSAGES, tools=TOOLS)
+        parts = list(client.chat(MODEL, MESSAGES, tools=TOOLS, stream=True))
+        plain = client.chat(MODEL, MESSAGES, think=False)
+    assert (whole.message.thinking, whole.message.content) == ("Hm.", "I look.")
+    assert whole.message.tool_calls is not None
+    [call] = whole.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Oslo"})
+    assert "".join(part.message.thinking or "" for part in parts) == "Hm."
+    assert "".join(part.message.content or "" for part in parts) == "I look."
+    assert [part.message.tool_calls for part in parts if part.message.tool_calls] == [whole.message.tool_calls]
+    assert plain.message.thinking is None and "<tool_call>" in (plain.message.content or "")

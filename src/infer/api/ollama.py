@@ -16,14 +16,17 @@ import msgspec
 from starlette.responses import Response
 
 from infer.api import structured
+from infer.api.answers import AnswerPlan, AnswerReader
 from infer.api.context import ApiContext
 from infer.api.errors import ApiError, describe
 from infer.api.fields import Body
+from infer.api.ollama_message import OllamaMessage
 from infer.api.ollama_schemas import CHAT, GENERATE, OPTIONS, SHOW, OllamaBody
 from infer.api.openai import generation
 from infer.api.openai.logprobs import chat_logprobs
 from infer.api.routing import ApiRoute, Call, Handler
 from infer.api.sse import EventStream
+from infer.api.tool_requests import read_tools
 from infer.api.utility import version
 from infer.errors import InvalidRequestError
 from infer.types import Completion, Delta, Prompt, RequestTimings, SamplingParams, TokenLogprob
@@ -169,21 +172,21 @@ def _time(seconds: float | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes one call's lines. `piece` puts text where the route has it."""
+    """Writes one call's lines. `piece` puts text, of these tokens and perhaps the last, where the route has it."""
 
     context: ApiContext
     model: str
-    piece: Callable[[str], dict[str, Any]]
+    piece: Callable[[str, Sequence[int], bool], dict[str, Any]]
 
     def line(self, delta: Delta) -> dict[str, Any]:
-        return {**self._head(delta.text), "done": False, **self._logprobs(delta.logprobs)}
+        return {**self._head(delta.text, delta.token_ids), "done": False, **self._logprobs(delta.logprobs)}
 
     def last(self, done: Completion, *, text: str = "", whole: bool = False) -> dict[str, Any]:
         """The end, with counts and times; `whole`: with everything."""
         timings = done.timings or RequestTimings(0.0, None, 0.0)
         reason, _ = generation.finish(done.finish_reason, done.stop_reason)
         return {
-            **self._head(text),
+            **self._head(text, done.token_ids, last=True),
             "done": True,
             "done_reason": reason,
             "total_duration": _nanoseconds(timings.total),
@@ -198,8 +201,8 @@ class Writer:
     def loaded(self) -> dict[str, Any]:
         return {**self._head(""), "done": True, "done_reason": "load"}
 
-    def _head(self, text: str) -> dict[str, Any]:
-        return {"model": self.model, "created_at": _time(), **self.piece(text)}
+    def _head(self, text: str, token_ids: Sequence[int] = (), *, last: bool = False) -> dict[str, Any]:
+        return {"model": self.model, "created_at": _time(), **self.piece(text, token_ids, last)}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any]:
         written = chat_logprobs(entries, self.context.token_text, self.context.token_text)
@@ -208,24 +211,34 @@ class Writer:
 
 async def chat(call: Call) -> Response | None:
     body, _ = CHAT.parse(call.data, unknown=call.context.settings.unknown_fields, notices=call.notices)
-    writer = Writer(
-        call.context,
-        check_name(call.context, body.model),
-        lambda text: {"message": {"role": "assistant", "content": text}},
-    )
+    name = check_name(call.context, body.model)
     if not body.messages:
-        return call.json(writer.loaded())
+        empty = {"message": {"role": "assistant", "content": ""}}
+        return call.json(Writer(call.context, name, lambda text, token_ids, last: empty).loaded())
     for index, message in enumerate(body.messages):
         if message.get("images"):
             raise InvalidRequestError(
                 f"messages[{index}].images is not supported: infer takes text only", parameter="messages"
             )
-    return await _answer(call, body, writer, body.messages)
+    plan = call.context.answers.plan(read_tools(body.tools, None, None), structured.of_ollama(body.format))
+    shown = list(plan.asked.tools) if plan.formats.shows_tools else []
+    prompt_ids = await call.context.engine.prompts.encode(
+        plan.formats.messages(body.messages, plan.asked),
+        tools=shown or None,
+        variables={} if body.think is None else {"enable_thinking": body.think},
+    )
+    reader = AnswerReader(
+        plan, prompt_ids, call.context.engine.tokenizer, f"call-{call.request_id}", call.context.token_text
+    )
+    piece = OllamaMessage(reader, shows_thinking=body.think is not False)
+    return await _answer(call, body, Writer(call.context, name, piece), prompt_ids, plan)
 
 
 async def generate(call: Call) -> Response | None:
     body, _ = GENERATE.parse(call.data, unknown=call.context.settings.unknown_fields, notices=call.notices)
-    writer = Writer(call.context, check_name(call.context, body.model), lambda text: {"response": text})
+    writer = Writer(
+        call.context, check_name(call.context, body.model), lambda text, token_ids, last: {"response": text}
+    )
     if not body.prompt:
         return call.json(writer.loaded())
     if body.raw:
@@ -236,10 +249,12 @@ async def generate(call: Call) -> Response | None:
     return await _answer(call, body, writer, messages)
 
 
-async def _answer(call: Call, body: OllamaBody, writer: Writer, prompt: Prompt) -> Response | None:
+async def _answer(
+    call: Call, body: OllamaBody, writer: Writer, prompt: Prompt, plan: AnswerPlan | None = None
+) -> Response | None:
     ask = generation.Ask(
         prompt=prompt,
-        params=_params(call, body),
+        params=_params(call, body, plan),
         request_id=f"ollama-{call.request_id}",
         priority=0,
         cache_salt=None,
@@ -253,7 +268,7 @@ async def _answer(call: Call, body: OllamaBody, writer: Writer, prompt: Prompt) 
     return None
 
 
-def _params(call: Call, body: OllamaBody) -> SamplingParams:
+def _params(call: Call, body: OllamaBody, plan: AnswerPlan | None) -> SamplingParams:
     settings = call.context.settings
     _, values = OPTIONS.parse(body.options, unknown=settings.unknown_fields, notices=call.notices)
     if values.get("max_tokens") in (-1, -2):
@@ -264,7 +279,9 @@ def _params(call: Call, body: OllamaBody) -> SamplingParams:
         values["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs=true", parameter="top_logprobs", value=body.top_logprobs)
-    structured.ask(values, structured.of_ollama(body.format))
+    structured.ask(values, structured.of_ollama(body.format) if plan is None else plan.form)
+    if plan is not None and plan.reads:
+        values["skip_special_tokens"] = False
     try:
         return generation.sampling_params(values, settings)
     except InvalidRequestError as error:

@@ -30,6 +30,10 @@ class OllamaBody(BodyModel):
 class ChatBody(OllamaBody):
     messages: list[dict[str, Any]] = Field(default_factory=list)
     """The conversation; none: only say that the model is there."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call."""
+    think: bool | None = None
+    """Handed to the chat template as `enable_thinking`. Reasoning is in `message.thinking`, or left out with false."""
 
 
 class GenerateBody(OllamaBody):
@@ -59,7 +63,6 @@ def _any(value: Any) -> bool:
 
 _BOTH = {
     "keep_alive": Unsupported(note=_ONE_MODEL, refused=False, harmless=lambda value: value in (-1, "-1", "5m", 300)),
-    "think": Unsupported(note="reasoning is not told apart from the answer yet"),
     "template": Unsupported(note="the operator chooses the template (model.chat_template)"),
     "width": Unsupported(note=_TEXT_ONLY),
     "height": Unsupported(note=_TEXT_ONLY),
@@ -68,13 +71,14 @@ _BOTH = {
 CHAT = Body(
     name="/api/chat",
     model=ChatBody,
-    unsupported={**_BOTH, "tools": Unsupported(note="tool calling is not there yet")},
+    unsupported=_BOTH,
 )
 GENERATE = Body(
     name="/api/generate",
     model=GenerateBody,
     unsupported={
         **_BOTH,
+        "think": Unsupported(note="reasoning is told apart from the answer in /api/chat"),
         "suffix": Unsupported(note="no served model fills in the middle yet"),
         "images": Unsupported(note=_TEXT_ONLY),
         "context": Unsupported(note="send the conversation to /api/chat; the prefix cache finds what is known"),
