@@ -130,7 +130,7 @@ def _form(
         return {"structural_tag": must_call(syntax, asked.schemas, several=several)}
     loose = {name: schema if name in asked.strict else _ANY_OBJECT for name, schema in asked.schemas.items()}
     if form is not None:
-        if syntax is None:
+        if syntax is None or not syntax.trigger:
             raise _inexpressible(spec, "response_format", "a form of the answer beside tools")
         schema = _ANY_OBJECT if form.get("json_object") else form.get("json_schema")
         if schema is None or set(form) - {"json_object", "json_schema"}:
@@ -147,7 +147,7 @@ def _form(
 
 def _inexpressible(spec: ParserSpec, parameter: str, what: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{what} is not supported for this model: no grammar can write calls in its format ({spec.name}); "
+        f"{what} is not supported for this model: in its format ({spec.name}) a grammar cannot hold calls apart from text; "
         "leave it out, or choose another format with api.tool_parser",
         parameter=parameter,
     )
@@ -173,7 +173,7 @@ class AnswerPlan:
     def open(self, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> Parser:
         """A parser for one choice."""
         prompt = None
-        if prompt_ids:
+        if prompt_ids and self.reads:
             prompt = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         registry, calls, reasoning = self.formats.registry, self.calls, self.formats.reasoning
         if calls is None:

@@ -43,7 +43,7 @@ def may_call(syntax: CallSyntax, tools: Tools, *, several: bool) -> Tag:
 
 
 def call_or_form(syntax: CallSyntax, tools: Tools, *, several: bool, form: Mapping[str, Any] | bool) -> Tag:
-    """Calls and nothing else, or JSON of the schema `form`."""
+    """Calls and nothing else, or JSON of the schema `form`. The syntax must have a trigger: JSON is not told from JSON."""
     answer = {"type": "json_schema", "json_schema": form}
     return _whole({"type": "or", "elements": [_calls(syntax, tools, several), answer]})
 

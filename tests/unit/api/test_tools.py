@@ -265,8 +265,10 @@ async def test_strict_tools_with_auto_hold_where_a_call_is_made() -> None:
     assert llama.status_code == 200
     async with server("x", LLAMA) as (client, _):
         refused = await client.post(CHAT, json=ask(tools=strict))
+        form = await client.post(CHAT, json=ask(response_format={"type": "json_object"}))
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
     assert "strict" in refused.json()["error"]["message"]
+    assert form.status_code == 400 and form.json()["error"]["param"] == "response_format"
 
 
 @pytest.mark.parametrize("script", ['{"ok": true}', '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'])
