@@ -33,7 +33,7 @@ def test_the_model_is_listed_and_shown(client: ollama.Client) -> None:
     assert listed.models[0].details is not None and listed.models[0].details.format == "safetensors"
     assert listed.models[0].digest and listed.models[0].modified_at is not None
     shown = client.show(MODEL)
-    assert shown.template == CHAT_TEMPLATE and shown.capabilities == ["completion"]
+    assert shown.template == CHAT_TEMPLATE and shown.capabilities == ["completion", "tools"]
     assert shown.modelinfo is not None and shown.modelinfo["general.context_length"] == 2048
     [loaded, _] = client.ps().models
     assert loaded.model == MODEL and loaded.context_length == 2048
@@ -146,6 +146,7 @@ def test_tools_and_thinking() -> None:
         whole = client.chat(MODEL, MESSAGES, tools=TOOLS)
         parts = list(client.chat(MODEL, MESSAGES, tools=TOOLS, stream=True))
         plain = client.chat(MODEL, MESSAGES, think=False)
+        assert client.show(MODEL).capabilities == ["completion", "tools", "thinking"]
     assert (whole.message.thinking, whole.message.content) == ("Hm.", "I look.")
     assert whole.message.tool_calls is not None
     [call] = whole.message.tool_calls

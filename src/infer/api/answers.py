@@ -76,6 +76,11 @@ class AnswerFormats:
         return re.search(r"\btools\b", self.template) is not None
 
     @property
+    def calls_auto(self) -> bool:
+        """Whether calls are found that the model makes of its own accord."""
+        return self.calls_known and (self.calls is not None or not self.shows_tools)
+
+    @property
     def wants_short_ids(self) -> bool:
         return self.calls is not None and self.calls.name == "mistral"
 

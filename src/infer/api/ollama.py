@@ -113,10 +113,21 @@ async def show(call: Call) -> Response:
                 "general.context_length": context.engine.max_model_len,
                 "tokenizer.vocab_size": model.vocab_size,
             },
-            "capabilities": ["completion"],
+            "capabilities": _capabilities(context),
             "modified_at": _time(context.created),
         }
     )
+
+
+def _capabilities(context: ApiContext) -> list[str]:
+    """Clients send tools, or ask for thinking, only where these are named."""
+    answers = context.answers
+    found = ["completion"]
+    if answers.calls_auto:
+        found.append("tools")
+    if answers.reasoning is not None:
+        found.append("thinking")
+    return found
 
 
 async def no_embedding(call: Call) -> Response:
