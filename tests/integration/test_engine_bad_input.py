@@ -270,7 +270,7 @@ async def poison(model: Path, count: int, seed: int) -> tuple[Counter[str], Coun
             for index in range(2):
                 tasks.start_soon(companion, index)
         assert engine.is_alive and engine._requests == {}
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while parts_of(engine).scheduler.num_unfinished:  # noqa: ASYNC110 - the engine's own state
                 await anyio.sleep(0.001)
         assert_nothing_held(engine)

@@ -31,7 +31,7 @@ async def send(server: Server, *pieces: bytes, hang_up: bool = False) -> bytes:
                 await client.send(piece)
             if hang_up:
                 await client.send_eof()
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while True:
                     said += await client.receive()
         except (anyio.EndOfStream, anyio.BrokenResourceError):

@@ -161,7 +161,7 @@ async def poisoned_call(engine: Engine, fuzzer: Fuzzer) -> bool:
     prompt, values, options = fuzzer.prompt(), fuzzer.params(), fuzzer.options()
     try:
         params = SamplingParams(**values) if isinstance(values, dict) and all(map(is_text, values)) else values
-        with anyio.fail_after(20):
+        with anyio.fail_after(120):
             await engine.generate(prompt, params, **options)
     except InferError as error:
         assert str(error)

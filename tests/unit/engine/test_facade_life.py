@@ -231,7 +231,7 @@ async def test_a_dead_worker_is_told_to_everyone(pending: int) -> None:
                 await engine.generate(f"prompt {number}", LONG)
             errors.append(caught.value)
 
-        with anyio.fail_after(2):
+        with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
                 for number in range(pending):
                     tasks.start_soon(one, number)
@@ -267,7 +267,7 @@ async def test_a_reset_that_waits_when_the_worker_dies_is_told_too() -> None:
                 await engine.generate("x")
             refused.append("generate")
 
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(generate)
                 await anyio.to_thread.run_sync(inside.wait, 10)

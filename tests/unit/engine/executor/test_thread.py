@@ -108,7 +108,7 @@ async def test_a_dead_thread_fails_pending_and_later_steps(death: BaseException)
 
     executor = await start(RecordingWorker(on_step))
     pending = [executor.submit(plan(step_id)) for step_id in range(3)]
-    with anyio.fail_after(2):
+    with anyio.fail_after(30):
         for step in pending:
             with pytest.raises(EngineDeadError, match="killed") as caught:
                 await step.wait()
@@ -206,6 +206,6 @@ async def test_closing_twice_closes_once() -> None:
     worker = RecordingWorker()
     executor = await start(worker)
     for _ in range(2):
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await executor.aclose()
     assert worker.closed == 1
