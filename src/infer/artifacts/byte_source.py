@@ -106,10 +106,10 @@ class RemoteSource(ByteSource):
         """fsspec says of every failed request over HTTP that the file is not there."""
         cause = error.__cause__
         if cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in (404, 410):
-            return StorageNotFoundError(f"{self._uri} does not exist")
+            return StorageNotFoundError(f"{self._uri} does not exist{_hint(self._uri)}")
         if isinstance(cause, OSError) or type(cause).__module__.startswith("aiohttp"):
             return self._unavailable(verb, cause)
-        return StorageNotFoundError(f"{self._uri} does not exist")
+        return StorageNotFoundError(f"{self._uri} does not exist{_hint(self._uri)}")
 
     def _cause(self, error: Exception) -> Exception | None:
         return None if self._has_secret else error
@@ -120,6 +120,13 @@ class RemoteSource(ByteSource):
         if len(data) != end - start:
             raise ArtifactCorruptError(f"{self._uri}: {len(data)} bytes came for the range {start}-{end}")
         return data
+
+
+def _hint(uri: str) -> str:
+    """A receipt's object_id looks like an address to somebody who has only the receipt."""
+    if "://" in uri or not re.fullmatch(r"[A-Za-z0-9_-]{2,}:[^:]+", uri):
+        return ""
+    return "; an object_id of a receipt is PROFILE:KEY: open the profile's url with /KEY behind it"
 
 
 def shown_uri(uri: str) -> str:

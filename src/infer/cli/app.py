@@ -98,6 +98,7 @@ def _usage(error: TyperException) -> str:
     context = getattr(error, "ctx", None)
     hint = f"; see `{context.command_path} --help`" if context is not None else ""
     message = error.format_message().rstrip(".")
-    if message.startswith("Got unexpected extra argument"):
+    takes_text = context is not None and any(parameter.name == "second" for parameter in context.command.params)
+    if takes_text and message.startswith("Got unexpected extra argument"):
         message += "; put a prompt of several words in quotes"
     return f"{message}{hint}"

@@ -273,7 +273,12 @@ def _receipt(path: Path, sha256: str | None) -> tuple[str, int | None]:
         for key in ("nvext", "generation_artifact"):
             receipt = receipt.get(key, receipt)
         digest, size = receipt.get("sha256"), receipt.get("actual_bytes")
-    except (OSError, ValueError, AttributeError) as error:
+    except AttributeError:
+        raise ConfigError(
+            f"--receipt {path} is no JSON object; it is the response of the server, its generation_artifact, or "
+            "receipt.to_json() of a program"
+        ) from None
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--receipt {path} cannot be read: {error}") from None
     if not isinstance(digest, str) or (sha256 is not None and sha256 != digest):
         raise ConfigError(f"--receipt {path} states no sha256, or another than --sha256")

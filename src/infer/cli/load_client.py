@@ -150,7 +150,9 @@ class LoadClient:
                 raise LoadError(_message(_json_or_none(await reply.read()), reply.status), reply.status)
             yield reply
         except (OSError, anyio.BrokenResourceError, anyio.EndOfStream, anyio.IncompleteRead) as error:
-            raise LoadError(f"the connection to {self._host}:{self._port} failed: {_reason(error)}") from None
+            raise LoadError(
+                f"the connection to {self._host}:{self._port} failed: {_reason(error)}; is a server running there?"
+            ) from None
         except (anyio.DelimiterNotFound, ValueError, IndexError) as error:
             raise LoadError(f"{self._host}:{self._port} does not speak HTTP/1.1 as expected: {error}") from None
         finally:

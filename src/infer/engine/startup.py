@@ -174,6 +174,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
         config.capture,
         expand_quantized=expands_quantized(config),
         quantization=quantization,
+        progress=progress,
     )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)

@@ -15,7 +15,7 @@ class Progress:
     """One report of long work. `total` is None while unknown; units are bytes unless `unit` says otherwise."""
 
     stage: str
-    """"download", "unpack", "verify", "load"."""
+    """"download", "unpack", "verify", "build" (kernels for this CPU), "load"."""
     done: int
     total: int | None
     unit: str = "B"

@@ -41,7 +41,8 @@ class PlatformSpec:
     """"module:attr", called with nothing, returns `Probe`; must not allocate device memory."""
     priority: int = 0
     compiles: bool = False
-    """The factory also takes `cache_dir: Path`, a directory that keeps what is compiled for this machine."""
+    """The factory also takes `cache_dir: Path`, a directory that keeps what is compiled for this machine, and
+    `progress: ProgressCallback | None`, which is told before a build that takes seconds."""
     example: dict[str, Any]
     """Keyword arguments for the factory under the conformance kit, e.g. {"threads": 1}."""
 

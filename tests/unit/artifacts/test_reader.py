@@ -137,6 +137,8 @@ def test_from_anywhere(tmp_path: Path, codec: Any) -> None:
         open_artifact(tmp_path / "absent")
     with pytest.raises(StorageNotFoundError):
         open_artifact("memory://reader/absent")
+    with pytest.raises(StorageNotFoundError, match="PROFILE:KEY"):
+        open_artifact("runs:job-7/0001.dynexp")
 
 
 def test_verify() -> None:

@@ -43,6 +43,9 @@ def test_verify(infer: Any, file: str, tmp_path: Path) -> None:
     ):
         (tmp_path / "receipt.json").write_text(json.dumps(receipt))
         assert infer("artifact", "verify", file, "--receipt", str(tmp_path / "receipt.json")).code == 0
+    (tmp_path / "receipt.json").write_text(json.dumps("ArtifactReceipt(...)"))
+    done = infer("artifact", "verify", file, "--receipt", str(tmp_path / "receipt.json"))
+    assert done.code == 1 and "receipt.to_json()" in done.err
     (tmp_path / "receipt.json").write_text(json.dumps({"sha256": G1_SHA256, "actual_bytes": 399}))
     done = infer("artifact", "verify", file, "--receipt", str(tmp_path / "receipt.json"))
     assert done.code == 1 and "398 bytes; the receipt says 399" in done.err

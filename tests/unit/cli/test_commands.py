@@ -95,6 +95,13 @@ def test_plugins(infer: Any) -> None:
     assert {"kind", "name", "distribution", "version", "api", "state", "reason"} == set(entries[0])
 
 
+def test_quotes_are_advised_only_where_a_text_is_taken(infer: Any) -> None:
+    done = infer("run", "model", "two", "words")
+    assert done.code == 2 and "in quotes" in done.err
+    done = infer("plugins", "list")
+    assert done.code == 2 and "(list); see" in done.err and "quotes" not in done.err
+
+
 def test_plugins_of_an_unknown_distribution(infer: Any) -> None:
     done = infer("plugins", "--plugins.allow", "no-such-distribution")
     assert done.code == 1 and "no-such-distribution" in done.err

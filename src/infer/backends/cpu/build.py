@@ -14,12 +14,13 @@ import tempfile
 from pathlib import Path
 
 from infer.errors import ConfigError
+from infer.plugins.model_source import Progress, ProgressCallback
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT = 300.0
-"""Seconds; a build takes about five."""
+"""Seconds; a build takes about 30."""
 
 
 def find_compiler() -> str | None:
@@ -27,8 +28,11 @@ def find_compiler() -> str | None:
     return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
 
-def build_library(cache_dir: Path) -> Path:
-    """The shared library for this machine, from the cache or built now. Raises `ConfigError` with the compiler's words."""
+def build_library(cache_dir: Path, progress: ProgressCallback | None = None) -> Path:
+    """The shared library for this machine, from the cache or built now, which `progress` is told first.
+
+    Raises `ConfigError` with the compiler's words.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise ConfigError(
@@ -39,6 +43,9 @@ def build_library(cache_dir: Path) -> Path:
     library = cache_dir / "kernels" / f"infer-cpu-{_key(compiler)}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
+        if progress is not None:
+            note = f"building the kernels for this CPU with {Path(compiler).name}, once: up to a minute"
+            progress(Progress("build", 0, None, unit="", detail=note))
         _compile(compiler, library)
     return library
 

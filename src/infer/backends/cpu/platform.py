@@ -26,6 +26,7 @@ from infer.backends.reference.platform import inference, torch_fingerprint
 from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
+from infer.plugins.model_source import ProgressCallback
 from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
 
 ARENA = 1 << 26
@@ -37,10 +38,10 @@ class NativePlatform:
 
     name = "cpu"
 
-    def __init__(self, threads: int | None, cache_dir: Path) -> None:
+    def __init__(self, threads: int | None, cache_dir: Path, progress: ProgressCallback | None = None) -> None:
         self.device = torch.device("cpu")
         self.threads = threads if threads is not None else min(torch.get_num_threads(), memory.usable_cpus())
-        library = build_library(cache_dir)
+        library = build_library(cache_dir, progress)
         self._library = Library(library, self.threads)
         self._fingerprint = f"{library.stem.removeprefix('infer-')} {torch_fingerprint()}"  # named by its content
         self._scratch = Scratch()
@@ -96,17 +97,19 @@ class NativePlatform:
         memory.return_free_memory()
 
 
-def create(threads: int | None = None, cache_dir: Path | None = None) -> NativePlatform:
+def create(
+    threads: int | None = None, cache_dir: Path | None = None, progress: ProgressCallback | None = None
+) -> NativePlatform:
     """Without `cache_dir` the library is kept in a folder of this user's own under the temporary directory."""
     if cache_dir is not None:
-        return NativePlatform(threads, cache_dir)
+        return NativePlatform(threads, cache_dir, progress)
     folder = Path(tempfile.gettempdir()) / f"infer-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
-        return NativePlatform(threads, folder)
+        return NativePlatform(threads, folder, progress)
     with tempfile.TemporaryDirectory(prefix="infer-kernels-") as private:  # a loaded library needs its file no more
-        return NativePlatform(threads, Path(private))
+        return NativePlatform(threads, Path(private), progress)
 
 
 def probe() -> Probe:

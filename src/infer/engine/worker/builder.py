@@ -59,8 +59,10 @@ class WorkerBuilder:
         *,
         expand_quantized: bool = False,
         quantization: str | None = None,
+        progress: ProgressCallback | None = None,
     ) -> None:
-        """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels. `quantization` names the
+        """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels, and `progress` is told when
+        they must be built first. `quantization` names the
         method that makes blocks of plain weights.
 
         Raises `ConfigError`, `UnsupportedModelError` or `PluginError`.
@@ -72,7 +74,7 @@ class WorkerBuilder:
         self._model_spec = choose_model(registry, model.architecture)
         self._quant_spec = choose_quant_method(registry, model)
         self._at_load = None if quantization is None else choose_load_time_method(registry, model, quantization)
-        self._platform = open_platform(registry, platform, threads, cache_dir)
+        self._platform = open_platform(registry, platform, threads, cache_dir, progress)
 
     def limits(self) -> PlatformLimits:
         """What the platform offers now."""

@@ -11,19 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import ConfigError
+from infer.plugins.model_source import ProgressCallback
 from infer.plugins.platform import Platform, PlatformSpec, Probe
 from infer.plugins.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 
-def open_platform(registry: Registry, name: str, threads: int | None, cache_dir: Path | None) -> Platform:
-    """`cache_dir` keeps what is compiled for this machine. Raises `ConfigError` when a named platform cannot be had, or none
-    can; for "auto" one that fails to open is passed over with a warning that says why."""
+def open_platform(
+    registry: Registry,
+    name: str,
+    threads: int | None,
+    cache_dir: Path | None,
+    progress: ProgressCallback | None = None,
+) -> Platform:
+    """`cache_dir` keeps what is compiled for this machine; `progress` is told of a build.
+
+    Raises `ConfigError` when a named platform cannot be had, or none can; for "auto" one that fails to open is passed over
+    with a warning that says why.
+    """
     failed: set[str] = set()
     while True:
         spec = choose_platform(registry, name, failed)
-        keep: dict[str, Any] = {"cache_dir": cache_dir} if spec.compiles else {}
+        keep: dict[str, Any] = {"cache_dir": cache_dir, "progress": progress} if spec.compiles else {}
         try:
             platform: Platform = registry.create("platform", spec.name, threads, **keep)
         except ConfigError as error:

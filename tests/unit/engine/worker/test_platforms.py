@@ -59,8 +59,10 @@ def test_no_platform_at_all_gives_every_reason() -> None:
 
 def test_one_that_compiles_is_told_where_to_keep_it() -> None:
     plugins: Any = Plugins(platform("a", 1), platform("b", 9, compiles=True))
-    assert open_platform(plugins, "auto", 3, Path("/cache")) == ("b", (3,), {"cache_dir": Path("/cache")})
-    assert open_platform(plugins, "a", None, Path("/cache")) == ("a", (None,), {})
+    told: Any = object()
+    keep = {"cache_dir": Path("/cache"), "progress": told}
+    assert open_platform(plugins, "auto", 3, Path("/cache"), told) == ("b", (3,), keep)
+    assert open_platform(plugins, "a", None, Path("/cache"), told) == ("a", (None,), {})
 
 
 def test_auto_passes_over_what_does_not_open_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
