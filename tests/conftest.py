@@ -54,6 +54,12 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return backend
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The processes of a parallel run must find the same names, so none may hold an object's address."""
+    if wrong := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"give these cases ids of their own: {wrong[:3]}")
+
+
 @pytest.fixture(scope="session")
 def test_cache() -> Path:
     """Downloads that outlive a test run. INFER_TEST_CACHE moves it; deleting it is always safe."""
