@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops
+from infer.backends.cpu.ops import make_kernels, make_ops
 from infer.config.engine import PluginsSection
 from infer.config.model import ModelConfig
 from infer.plugins import build_registry
@@ -75,7 +75,7 @@ def test_distributions_stay_close(
     ids = tokenizer.encode(TEXT[:4000])[:TOKENS]
     library = Library(build_library(kernel_cache), 2)
     try:
-        ops, logits = make_ops(library), []
+        ops, logits = make_ops(*make_kernels(library)), []
         for chosen in (None, method):
             model = build_model(spec, config, ops=ops, quant=UnquantizedMethod(), dtype=torch.bfloat16)
             if chosen is not None:

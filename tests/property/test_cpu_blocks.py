@@ -17,7 +17,7 @@ from gguf_samples import quantized
 from infer.backends.cpu.block_formats import BLOCK_FORMATS
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops
+from infer.backends.cpu.ops import make_kernels, make_ops
 from infer.plugins.platform import BlockOps
 
 KINDS = st.sampled_from(sorted(BLOCK_FORMATS))
@@ -27,7 +27,7 @@ SEEDS = st.integers(0, 2**31)
 @pytest.fixture(scope="module")
 def tables(kernel_cache: Path) -> Iterator[dict[int, BlockOps]]:
     libraries = {threads: Library(build_library(kernel_cache), threads) for threads in (1, 2, 3)}
-    found = {threads: make_ops(library).blocks for threads, library in libraries.items()}
+    found = {threads: make_ops(*make_kernels(library)).blocks for threads, library in libraries.items()}
     yield {threads: table for threads, table in found.items() if table is not None}
     for library in libraries.values():
         library.close()

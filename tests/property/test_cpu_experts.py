@@ -17,7 +17,7 @@ from gguf_samples import quantized
 from infer.backends.cpu.block_formats import BLOCK_FORMATS
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops, pack
+from infer.backends.cpu.ops import make_kernels, make_ops, pack
 from infer.plugins.platform import ExpertStack, Ops, Routing
 
 SEEDS = st.integers(0, 2**31)
@@ -27,7 +27,7 @@ FORMS = st.sampled_from(["plain", "packed", *sorted(BLOCK_FORMATS)])
 @pytest.fixture(scope="module")
 def tables(kernel_cache: Path) -> Iterator[dict[int, Ops]]:
     libraries = {threads: Library(build_library(kernel_cache), threads) for threads in (1, 2, 3)}
-    yield {threads: make_ops(library) for threads, library in libraries.items()}
+    yield {threads: make_ops(*make_kernels(library)) for threads, library in libraries.items()}
     for library in libraries.values():
         library.close()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from attention_cases import Case, attend, build, cases, oracle
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops, pack, unpack
+from infer.backends.cpu.ops import make_kernels, make_ops, pack, unpack
 from infer.plugins.platform import AttentionMetadata, Ops
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -26,7 +26,7 @@ SEEDS = st.integers(0, 2**31)
 def tables(kernel_cache: Path) -> Iterator[dict[int, Ops]]:
     """Threads -> table."""
     libraries = {threads: Library(build_library(kernel_cache), threads) for threads in (1, 2, 3)}
-    yield {threads: make_ops(library) for threads, library in libraries.items()}
+    yield {threads: make_ops(*make_kernels(library)) for threads, library in libraries.items()}
     for library in libraries.values():
         library.close()
 
@@ -248,7 +248,7 @@ def test_threads_end_with_the_library(kernel_cache: Path) -> None:
     before = len(list(threads.iterdir()))
     library = Library(build_library(kernel_cache), 4)
     assert len(list(threads.iterdir())) == before + 3
-    make_ops(library).linear(torch.ones(3, 64), torch.ones(640, 64), None)
+    make_ops(*make_kernels(library)).linear(torch.ones(3, 64), torch.ones(640, 64), None)
     library.close()
     library.close()
     assert len(list(threads.iterdir())) == before

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention_cases import Case, attend, build
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops
+from infer.backends.cpu.ops import make_kernels, make_ops
 from infer.backends.reference.platform import OPS
 from infer.plugins.platform import KVScales, Ops
 
@@ -26,7 +26,7 @@ SCALES = st.sampled_from([1.0, 0.5, 2.0, 0.1, 3.7, 0.0123])
 @pytest.fixture(scope="module")
 def tables(kernel_cache: Path) -> Iterator[dict[str, Ops]]:
     library = Library(build_library(kernel_cache), 2)
-    yield {"cpu": make_ops(library), "reference": OPS}
+    yield {"cpu": make_ops(*make_kernels(library)), "reference": OPS}
     library.close()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops
+from infer.backends.cpu.ops import make_kernels, make_ops
 from infer.backends.reference.platform import OPS
 from infer.plugins.platform import Ops, Routing
 
@@ -48,7 +48,7 @@ def table(request: pytest.FixtureRequest, kernel_cache: Path) -> Iterator[Table]
         yield Table(OPS, halves=True)
         return
     library = Library(build_library(kernel_cache), 2)
-    yield Table(make_ops(library), halves=False)
+    yield Table(make_ops(*make_kernels(library)), halves=False)
     library.close()
 
 

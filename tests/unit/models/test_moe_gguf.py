@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_ops
+from infer.backends.cpu.ops import make_kernels, make_ops
 from infer.backends.reference.platform import OPS
 from infer.errors import WeightError
 from infer.layers.parameter import Layer, named_parameters
@@ -82,7 +82,7 @@ def test_stacked_experts_are_read_one_by_one(spec: ModelSpec, native: bool, tmp_
     assert set(checkpoint.tensors()) == set(tensors)
     read = model_config(checkpoint.config())
     library = Library(build_library(kernel_cache), 2) if native else None
-    ops = OPS if library is None else make_ops(library)
+    ops = OPS if library is None else make_ops(*make_kernels(library))
     model = build_model(spec, read, ops=ops, quant=UnquantizedMethod())
     if ops.blocks is not None:
         kinds = {name: info.stored_dtype for name, info in checkpoint.tensors().items() if ".experts." in name}

@@ -26,14 +26,14 @@ from infer.backends.reference.scratch import Scratch
 from infer.plugins.platform import UNSCALED, AttentionMetadata, BlockOps, KVScales, Ops
 
 
-def make_ops(library: Library, scratch: Scratch | None = None) -> Ops:
-    """The table over one library and its threads; large results lie in `scratch`."""
+def make_kernels(library: Library, scratch: Scratch | None = None) -> tuple[NativeOps, NativeExperts]:
+    """Over one library and its threads; large results lie in `scratch`."""
     scratch = scratch or Scratch()
-    return table_of(NativeOps(library, scratch), NativeExperts(library, scratch))
+    return NativeOps(library, scratch), NativeExperts(library, scratch)
 
 
-def table_of(native: NativeOps, experts: NativeExperts) -> Ops:
-    """The operations as layers call them."""
+def make_ops(native: NativeOps, experts: NativeExperts) -> Ops:
+    """The table of their operations as layers call them."""
     return Ops(
         embedding=native.embedding,
         linear=native.linear,

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from infer.backends.cpu.build import build_library, find_compiler
-from infer.backends.cpu.experts import NativeExperts
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import NativeOps, make_ops, table_of
-from infer.backends.cpu.tape import Tape, record
+from infer.backends.cpu.ops import make_kernels, make_ops
+from infer.backends.cpu.tape import Arena, Tape, record
 from infer.backends.reference import memory
 from infer.backends.reference.platform import inference, torch_fingerprint
 from infer.backends.reference.scratch import Scratch
@@ -45,9 +44,9 @@ class NativePlatform:
         self._library = Library(library, self.threads)
         self._fingerprint = f"{library.stem.removeprefix('infer-')} {torch_fingerprint()}"  # named by its content
         self._scratch = Scratch()
-        self._kernels = NativeOps(self._library, self._scratch), NativeExperts(self._library, self._scratch)
-        self._arena = Scratch(large=0)
-        self.ops = table_of(*self._kernels)
+        self._kernels = make_kernels(self._library, self._scratch)
+        self._arena = Arena()
+        self.ops = make_ops(*self._kernels)
 
     def limits(self) -> PlatformLimits:
         total, available = memory.memory()
@@ -68,7 +67,7 @@ class NativePlatform:
 
     def planning_ops(self) -> tuple[Ops, Callable[[], int]]:
         scratch = Scratch(dry=True)
-        return make_ops(self._library, scratch), lambda: scratch.high_water
+        return make_ops(*make_kernels(self._library, scratch)), lambda: scratch.high_water
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Tape | None]:
         if not self._arena.reserved:

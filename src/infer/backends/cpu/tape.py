@@ -11,13 +11,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from infer.backends.cpu.kernels import Kernels
 from infer.backends.cpu.library import Library
 from infer.backends.reference.scratch import Scratch
+
+FACTS = frozenset(
+    (
+        *("__get__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point"),
+        *("numel", "size", "storage_offset", "stride", "untyped_storage"),
+    )
+)
+"""What torch says of a tensor without reading it; `__get__` are its properties."""
 
 
 class Recorder:
@@ -39,19 +47,38 @@ class Recorder:
         return call
 
 
-class OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices when torch itself computes or allocates: a tape would leave that out."""
+class OnlyViews(TorchFunctionMode):
+    """Notices when torch itself computes or allocates: a tape would leave that out.
+
+    (A dispatch mode would see more, but entering the first one imports 800 modules.)
+    """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.foreign: str | None = None
         """The first operation that a tape cannot hold."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.foreign is None and (func._schema.is_mutable or not _looks_at(args, out)):
-            self.foreign = func._schema.name
+        name = getattr(func, "__name__", "")
+        if self.foreign is None and name not in FACTS and (_writes(name, kwargs) or not _looks_at(args, out)):
+            self.foreign = name
         return out
+
+
+class Arena(Scratch):
+    """A buffer for every result of recorded work."""
+
+    def __init__(self) -> None:
+        super().__init__(large=0)
+        self.overflowed = False
+        """Something has been placed elsewhere since this was last set."""
+
+    def place(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        with torch._C.DisableTorchFunction():  # not an allocation that a tape would leave out
+            placed = super().place(shape, dtype)
+            self.overflowed |= placed is None or not self.holds(placed)
+            return placed
 
 
 class Tape:
@@ -80,25 +107,33 @@ class Tape:
 
 
 def record(
-    library: Library, kernels: Sequence[Kernels], arena: Scratch, work: Callable[[], Tensor]
+    library: Library, kernels: Sequence[Kernels], arena: Arena, work: Callable[[], Tensor]
 ) -> tuple[Tensor, Tape | None]:
     """Do the work once, the results of `kernels` in `arena`. -> what it returned, and the tape; None where not all of it was
     a call of the library."""
     recorder, watch = Recorder(library), OnlyViews()
+    arena.overflowed = False
     with ExitStack() as stack:
         for table in kernels:
             stack.enter_context(table.calling(recorder, arena))
         stack.enter_context(watch)
         output = work()
-    if watch.foreign is not None:
+    if watch.foreign is not None or arena.overflowed:
         return output, None
     return output, Tape(library, recorder.calls, output)
 
 
-def _looks_at(args: Sequence[Any], out: Any) -> bool:
-    """Whether an operation's result is nothing but another look at the memory of its arguments."""
-    given, made = ([value for value in pytree.tree_leaves(tree) if value is not None] for tree in (args, out))
-    memory = {value.untyped_storage().data_ptr() for value in given if isinstance(value, Tensor)}
+def _writes(name: str, kwargs: dict[str, Any] | None) -> bool:
+    """Whether a function of torch changes one of its arguments, by the rules that torch names them by."""
+    if name.startswith("__"):
+        return name.startswith(("__i", "__set", "__del"))  # x += y, x[i] = y
+    return name.endswith("_") or (kwargs is not None and kwargs.get("out") is not None)
+
+
+def _looks_at(args: Any, out: Any) -> bool:
+    """Whether a result is nothing but another look at the memory of the arguments."""
+    made = out if isinstance(out, tuple | list) else [out]
+    memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
     return all(isinstance(value, Tensor) and value.untyped_storage().data_ptr() in memory for value in made)
 
 

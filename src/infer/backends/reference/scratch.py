@@ -53,6 +53,11 @@ class Scratch:
         if self._buffer is not None:
             self.reserve(len(self._buffer))
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the buffer."""
+        buffer = self._buffer
+        return buffer is not None and 0 <= tensor.data_ptr() - buffer.ctypes.data <= len(buffer)
+
     def release(self) -> None:
         """Give the buffer back once the last tensor over it is gone."""
         self._buffer = None

@@ -131,10 +131,14 @@ def _draw_fused(
         for i, row in enumerate(rows)
         if row.features & Feature.RANDOM and not row.features & UNFUSED and i not in skip and not _wants_processed(row)
     ]
-    if index:
+    if not index:
+        return set()
+    try:
         ids = draw_fused(fused, logits, index, [rows[i] for i in index]).tolist()
-        for i, token_id in zip(index, ids, strict=True):
-            result.token_ids[i] = token_id
+    except Exception:  # one by one only the culprit will fail
+        return set()
+    for i, token_id in zip(index, ids, strict=True):
+        result.token_ids[i] = token_id
     return set(index)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class ToyPlatform:
 
     name = "toy"
     device = torch.device("cpu")
-    ops: Any = None
+    ops: Any = SimpleNamespace(draw=None)
     closed = False
 
     def limits(self) -> Any:
