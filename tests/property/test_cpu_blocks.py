@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,22 +12,15 @@ from torch import Tensor
 
 from gguf_samples import quantized
 from infer.backends.cpu.block_formats import BLOCK_FORMATS
-from infer.backends.cpu.build import build_library
-from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_kernels, make_ops
-from infer.plugins.platform import BlockOps
+from infer.plugins.platform import BlockOps, Ops
 
 KINDS = st.sampled_from(sorted(BLOCK_FORMATS))
 SEEDS = st.integers(0, 2**31)
 
 
 @pytest.fixture(scope="module")
-def tables(kernel_cache: Path) -> Iterator[dict[int, BlockOps]]:
-    libraries = {threads: Library(build_library(kernel_cache), threads) for threads in (1, 2, 3)}
-    found = {threads: make_ops(*make_kernels(library)).blocks for threads, library in libraries.items()}
-    yield {threads: table for threads, table in found.items() if table is not None}
-    for library in libraries.values():
-        library.close()
+def tables(tables: dict[int, Ops]) -> dict[int, BlockOps]:
+    return {threads: table.blocks for threads, table in tables.items() if table.blocks is not None}
 
 
 def weight(kind: str, rows: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:

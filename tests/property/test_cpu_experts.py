@@ -3,10 +3,6 @@ for a token whatever else is in the step. And what else a sparse block computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 from hypothesis import given
@@ -15,21 +11,11 @@ from torch import Tensor
 
 from gguf_samples import quantized
 from infer.backends.cpu.block_formats import BLOCK_FORMATS
-from infer.backends.cpu.build import build_library
-from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_kernels, make_ops, pack
+from infer.backends.cpu.ops import pack
 from infer.plugins.platform import ExpertStack, Ops, Routing
 
 SEEDS = st.integers(0, 2**31)
 FORMS = st.sampled_from(["plain", "packed", *sorted(BLOCK_FORMATS)])
-
-
-@pytest.fixture(scope="module")
-def tables(kernel_cache: Path) -> Iterator[dict[int, Ops]]:
-    libraries = {threads: Library(build_library(kernel_cache), threads) for threads in (1, 2, 3)}
-    yield {threads: make_ops(*make_kernels(library)) for threads, library in libraries.items()}
-    for library in libraries.values():
-        library.close()
 
 
 def stack(

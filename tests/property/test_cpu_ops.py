@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,15 +18,6 @@ from infer.plugins.platform import AttentionMetadata, Ops
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SEEDS = st.integers(0, 2**31)
-
-
-@pytest.fixture(scope="module")
-def tables(kernel_cache: Path) -> Iterator[dict[int, Ops]]:
-    """Threads -> table."""
-    libraries = {threads: Library(build_library(kernel_cache), threads) for threads in (1, 2, 3)}
-    yield {threads: make_ops(*make_kernels(library)) for threads, library in libraries.items()}
-    for library in libraries.values():
-        library.close()
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from infer.api.tool_requests import NO_TOOLS, ToolRequest
+from infer.api.tool_requests import ANY_OBJECT, NO_TOOLS, ToolRequest
 from infer.api.tool_words import told_in_words
-from infer.engine.structured_admission import TAIL, reasoning_parser
+from infer.engine.structured_admission import reasoning_parser
 from infer.errors import InvalidRequestError
 from infer.plugins.parser import CallSyntax, Parser, ParserEvent, ParserSpec
 from infer.text.call_grammar import call_or_form, may_call, must_call, syntax_of
-from infer.text.output_parsing import CallIds, choose_parser, open_parser
+from infer.text.output_parsing import CallIds, choose_parser, open_parser, prompt_tail
 from infer.text.special_filter import SpecialTokenFilter
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ GENERIC = "hermes"
 """The format of calls for models whose own cannot be written by a grammar, or is not known."""
 SHORT_ID = 9
 """Characters of a call's id that Mistral's templates insist on."""
-_ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +132,11 @@ def _form(
         if syntax is None:
             raise _inexpressible(spec, "tool_choice", "required and named choice")
         return {"structural_tag": must_call(syntax, asked.schemas, several=several)}
-    loose = {name: schema if name in asked.strict else _ANY_OBJECT for name, schema in asked.schemas.items()}
+    loose = {name: schema if name in asked.strict else ANY_OBJECT for name, schema in asked.schemas.items()}
     if form is not None:
         if syntax is None or not syntax.trigger:
             raise _inexpressible(spec, "response_format", "a form of the answer beside tools")
-        schema = _ANY_OBJECT if form.get("json_object") else form.get("json_schema")
+        schema = ANY_OBJECT if form.get("json_object") else form.get("json_schema")
         if schema is None or set(form) - {"json_object", "json_schema"}:
             raise InvalidRequestError(
                 "only JSON (response_format) can be the form of an answer beside tools", parameter="structured_outputs"
@@ -179,7 +178,7 @@ class AnswerPlan:
         """A parser for one choice."""
         prompt = None
         if prompt_ids and self.reads:
-            prompt = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+            prompt = prompt_tail(prompt_ids, tokenizer)
         registry, calls, reasoning = self.formats.registry, self.calls, self.formats.reasoning
         if calls is None:
             return _NoParser() if reasoning is None else open_parser(registry, reasoning, None, prompt)

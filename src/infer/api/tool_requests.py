@@ -15,7 +15,7 @@ from infer.errors import InvalidRequestError, shown
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,64}")
 Mode = Literal["none", "auto", "required"]
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def read_tools(tools: Any, tool_choice: Any, parallel_tool_calls: bool | None) -
 def _schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Of an object in any case: that is what arguments are."""
     if not parameters:
-        return _ANY_OBJECT
+        return ANY_OBJECT
     return {"type": "object", **parameters} if "properties" in parameters else parameters
 
 

@@ -7,21 +7,19 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import anyio
 import typer
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from infer.cli.bench_serve import stated_key
 from infer.cli.options import with_model, with_options
 from infer.cli.progress import ProgressDisplay
-from infer.cli.remote import RemoteModel, remote_summary
+from infer.cli.remote import ApiKey, ApiKeyFile, RemoteModel, ServerUrl, remote_summary, server_key
 from infer.cli.run import statistics
 from infer.cli.session import Session, visible
 from infer.config.engine import EngineConfig
-from infer.errors import ConfigError, EngineClosedError, EngineDeadError, InferError
+from infer.errors import EngineClosedError, EngineDeadError, InferError
 from infer.types import SamplingParams
 
 _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
@@ -35,23 +33,14 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="System message at the beginning.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Ask this OpenAI-style server; MODEL is its name there.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", help="Others on this machine can read it; see --api-key-file."),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the server's key.")
-    ] = None,
+    url: ServerUrl = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     config: EngineConfig,
     params: SamplingParams,
 ) -> None:
     """Talk with a model in the terminal."""
-    if url is None and (api_key is not None or api_key_file is not None):
-        raise ConfigError("--api-key and --api-key-file belong to --url")
-    key = stated_key(api_key, api_key_file)
+    key = server_key(url, api_key, api_key_file)
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal())
         if url is not None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
 
-from infer.cli.bench_serve import stated_key
 from infer.cli.options import with_model, with_options
-from infer.cli.remote import RemoteModel, remote_summary
+from infer.cli.remote import ApiKey, ApiKeyFile, RemoteModel, ServerUrl, remote_summary, server_key
 from infer.cli.run import answer, statistics
 from infer.cli.session import Session
 from infer.config.engine import EngineConfig
@@ -25,16 +23,9 @@ def complete(
     *,
     first: Annotated[str | None, typer.Argument(metavar="MODEL", help="Left out: the default model.")] = None,
     second: Annotated[str | None, typer.Argument(metavar="TEXT", help="The beginning; - reads standard input.")] = None,
-    url: Annotated[
-        str | None, typer.Option("--url", metavar="URL", help="Ask this OpenAI-style server; MODEL is its name there.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", help="Others on this machine can read it; see --api-key-file."),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the server's key.")
-    ] = None,
+    url: ServerUrl = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     config: EngineConfig,
     params: SamplingParams,
 ) -> None:
@@ -42,9 +33,7 @@ def complete(
     model, text = (None, first) if second is None else (first, second)
     if text is None:
         raise ConfigError('`infer complete` needs a text: infer complete [MODEL] "TEXT", or - to read standard input')
-    if url is None and (api_key is not None or api_key_file is not None):
-        raise ConfigError("--api-key and --api-key-file belong to --url")
-    key = stated_key(api_key, api_key_file)
+    key = server_key(url, api_key, api_key_file)
     if text == "-":
         text = sys.stdin.read()
     if not text:

@@ -8,13 +8,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import typer
+
+from infer.cli.bench_serve import stated_key
 from infer.cli.load_client import LoadClient, LoadError, Reply
 from infer.cli.session import visible
 from infer.errors import ConfigError
 from infer.types import Delta, Prompt, SamplingParams
+
+ServerUrl = Annotated[
+    str | None, typer.Option("--url", metavar="URL", help="Ask this OpenAI-style server; MODEL is its name there.")
+]
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", metavar="KEY", help="Others on this machine can read it; see --api-key-file.")
+]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the server's key.")
+]
+
+
+def server_key(url: str | None, api_key: str | None, api_key_file: Path | None) -> str | None:
+    """The key that the three options state. Raises `ConfigError` for one without a server."""
+    if url is None and (api_key is not None or api_key_file is not None):
+        raise ConfigError("--api-key and --api-key-file belong to --url")
+    return stated_key(api_key, api_key_file)
 
 
 class RemoteModel:

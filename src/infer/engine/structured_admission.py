@@ -13,15 +13,12 @@ from infer.engine.step import ReasoningSpec
 from infer.engine.structured import GrammarStore, grammar_source
 from infer.errors import ConfigError, InvalidRequestError
 from infer.plugins.parser import ParserSpec
-from infer.text.output_parsing import choose_parser, starts_in_reasoning
+from infer.text.output_parsing import choose_parser, prompt_tail, starts_in_reasoning
 from infer.types import SamplingParams
 
 if TYPE_CHECKING:
     from infer.plugins.registry import Registry
     from infer.plugins.tokenizer import Tokenizer
-
-TAIL = 64
-"""Last tokens of a prompt that are looked at for what opens or closes reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class GuidedAdmission:
 
     def _reasoning(self, parser: ParserSpec, prompt_ids: Sequence[int]) -> ReasoningSpec | None:
         """None when the prompt has closed it already."""
-        tail = self._tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+        tail = prompt_tail(prompt_ids, self._tokenizer)
         is_open = starts_in_reasoning(parser, tail)
         if not is_open and tail.rstrip().endswith(parser.reasoning_end):
             return None

@@ -12,7 +12,10 @@ from typing import Any
 from infer.plugins.parser import Parser, ParserEvent, ParserSpec, SupportsPrompt
 from infer.plugins.parsing import dialect
 from infer.plugins.registry import Registry
+from infer.plugins.tokenizer import Tokenizer
 
+TAIL = 64
+"""Last tokens of a prompt that are looked at for what opens or closes reasoning."""
 ANYTHING = "…"
 """In a fingerprint: any text, so that two substrings may be required in their order."""
 
@@ -55,6 +58,11 @@ def open_parser(
     if prompt is not None and isinstance(parser, SupportsPrompt):
         parser.begin(prompt)
     return parser
+
+
+def prompt_tail(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The end of a rendered prompt, which shows what it opens or closes, with special tokens."""
+    return tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
 
 
 def starts_in_reasoning(spec: ParserSpec, prompt: str | None) -> bool:

@@ -38,7 +38,7 @@ def s3(server: PutServer, key: str = "runs/k", seconds: float = 10, **options: A
         "endpoint_url": f"http://{server.authority}",
         "client_kwargs": {"region_name": "us-east-1"},
     }
-    root = "s3://bucket/root"
+    root = "s3://bucket/base"
     return create(f"{root}/{key}", {"root": root, "storage_options": storage | options, "timeout_seconds": seconds})
 
 
@@ -184,7 +184,7 @@ class TestS3:
             await made.put(bytes(1_000_000), if_absent=True)
             await made.aclose()
             (exchange,) = server.exchanges
-            assert exchange.request_line == "PUT /bucket/root/runs/k HTTP/1.1"
+            assert exchange.request_line == "PUT /bucket/base/runs/k HTTP/1.1"
             assert exchange.headers["If-None-Match"] == "*"
             assert exchange.body == bytes(1_000_000)
 
@@ -195,7 +195,7 @@ class TestS3:
             await first.aclose()
             assert await failure(s3(server), b"other") == "artifact_conflict"
             assert await failure(s3(server), DATA) == "artifact_conflict", "equal bytes of another writer are not ours"
-            assert server.objects == {"/bucket/root/runs/k": DATA}
+            assert server.objects == {"/bucket/base/runs/k": DATA}
 
     async def test_stored_but_the_answer_is_lost(self) -> None:
         """BR-11: an authorised read proves the write."""
@@ -203,7 +203,7 @@ class TestS3:
             made = s3(server)
             await made.put(DATA, if_absent=True)
             await made.aclose()
-            assert server.objects == {"/bucket/root/runs/k": DATA}
+            assert server.objects == {"/bucket/base/runs/k": DATA}
 
     async def test_stored_by_someone_else_while_the_answer_was_lost(self) -> None:
         def other(exchange: Any) -> None:
@@ -228,10 +228,10 @@ class TestS3:
             made = s3(server)
             await made.put(DATA, if_absent=True)
             await made.aclose()
-            assert server.objects == {"/bucket/root/runs/k": DATA} and len(server.exchanges) == 3
+            assert server.objects == {"/bucket/base/runs/k": DATA} and len(server.exchanges) == 3
         with put_server(conflict) as server:
-            server.objects["/bucket/root/runs/k"] = b"other"
-            server.metadata["/bucket/root/runs/k"] = {}
+            server.objects["/bucket/base/runs/k"] = b"other"
+            server.metadata["/bucket/base/runs/k"] = {}
             assert await failure(s3(server)) == "artifact_conflict"
         with put_server(*[conflict] * 9) as server:
             assert await failure(s3(server)) == "artifact_upload_rejected"
@@ -280,7 +280,7 @@ class TestS3:
                 await reached(server)
                 await write(s3(server, "fast"))
                 fast_is_done.set()
-            assert sorted(server.objects) == ["/bucket/root/fast", "/bucket/root/slow"]
+            assert sorted(server.objects) == ["/bucket/base/fast", "/bucket/base/slow"]
 
     async def test_the_operators_client_settings_win(self) -> None:
         """M12."""

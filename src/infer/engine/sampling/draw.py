@@ -16,7 +16,6 @@ from infer.engine.sampling.row import SamplingRow
 BLOCK = 128
 """Tokens per partial sum: the search goes to a block first, then to a token within it."""
 
-
 FusedDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """`plugins.platform.Ops.draw`."""
 

@@ -24,12 +24,8 @@ def argmax(values: Tensor) -> list[int]:
 def best_of_rows(values: Tensor) -> tuple[list[int], list[float]]:
     """(values [M, V]) -> the id of the best value of each row, of equal ones the lowest, and that value: NaN where a row
     holds one, for NaN counts as the best."""
-    if values.device.type == "cpu":
-        array = values.numpy()
-        ids = array.argmax(axis=-1)
-        return ids.tolist(), array[np.arange(len(ids)), ids].tolist()
-    most = values.max(dim=-1)
-    return most.indices.tolist(), most.values.tolist()
+    ids = argmax(values)
+    return ids, values.gather(-1, torch.tensor(ids, device=values.device)[:, None])[:, 0].tolist()
 
 
 def best_values(values: Tensor, k: int) -> Tensor:

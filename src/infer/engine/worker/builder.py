@@ -62,8 +62,7 @@ class WorkerBuilder:
         progress: ProgressCallback | None = None,
     ) -> None:
         """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels, and `progress` is told when
-        they must be built first. `quantization` names the
-        method that makes blocks of plain weights.
+        they must be built first. `quantization` names the method that makes blocks of plain weights.
 
         Raises `ConfigError`, `UnsupportedModelError` or `PluginError`.
         """

@@ -9,19 +9,17 @@ import re
 from dataclasses import dataclass
 
 from infer.plugins.parsing.calls import NAME, Calls
+from infer.plugins.parsing.calls_section import SectionCalls
 from infer.plugins.parsing.json_text import read_object
 from infer.plugins.parsing.source import Malformed, Reading, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeaderCalls:
+class HeaderCalls(SectionCalls):
     """[section] call_open [before_name] NAME name_end [before_arguments] {...} [after_arguments] call_close ... [end]."""
 
-    call_open: tuple[str, ...]
     name_end: tuple[str, ...] = ()
     """Empty: the arguments' brace ends the name."""
-    section_open: tuple[str, ...] = ()
-    section_close: tuple[str, ...] = ()
     before_name: tuple[str, ...] = ()
     name: str = r"(?P<name>.+)"
     """A pattern for the whole header; its group `name` is the function."""
@@ -31,33 +29,12 @@ class HeaderCalls:
     before_arguments: str = ""
     after_arguments: str = ""
     call_close: tuple[str, ...] = ()
-    only_first: bool = False
-    opener_is_body: bool = False
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        return (*self.section_open, *self.call_open)
 
     @property
     def closers(self) -> tuple[str, ...]:
         return (*self.section_close, *self.call_close)
 
-    def read(self, source: Source, calls: Calls, opener: str) -> Reading[None]:
-        if opener in self.section_open:
-            yield from source.spaces()
-            yield from source.expect(*self.call_open)
-        while True:
-            yield from self._call(source, calls)
-            yield from source.spaces()
-            after = yield from source.match((*self.call_open, *self.section_close))
-            if after is None:
-                source.pos = source.mark
-                return
-            if after in self.section_close:
-                source.commit()
-                return
-
-    def _call(self, source: Source, calls: Calls) -> Reading[None]:
+    def read_call(self, source: Source, calls: Calls) -> Reading[None]:
         yield from source.spaces()
         if self.before_name:
             yield from source.match(self.before_name)

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from infer.plugins.parsing.calls import NAME, Calls, read_text_value
+from infer.plugins.parsing.calls_section import SectionCalls
 from infer.plugins.parsing.coercion import quote
 from infer.plugins.parsing.source import Malformed, Reading, Source
 
@@ -16,10 +17,9 @@ _KEY = re.compile(r'[^<>"\n]{1,256}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class XmlCalls:
+class XmlCalls(SectionCalls):
     """[section] call_open NAME [name_end] (key_open KEY key_end [value_open] VALUE value_end)* call_close ... [end]."""
 
-    call_open: tuple[str, ...]
     name_end: str = ""
     key_open: str
     key_end: tuple[str, ...]
@@ -32,37 +32,17 @@ class XmlCalls:
     trim_line: bool = False
     """One line break after the value's opening and one before its end belong to the format."""
     call_close: str
-    section_open: tuple[str, ...] = ()
-    section_close: tuple[str, ...] = ()
-    only_first: bool = False
-    opener_is_body: bool = False
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        return (*self.section_open, *self.call_open)
 
     @property
     def closers(self) -> tuple[str, ...]:
         return (self.call_close, *self.section_close)
 
-    def read(self, source: Source, calls: Calls, opener: str) -> Reading[None]:
-        if opener in self.section_open:
-            yield from source.spaces()
-            yield from source.expect(*self.call_open)
-        while True:
-            yield from self._call(source, calls)
-            yield from source.spaces()
-            # Without a section every call stands alone, and the machine finds the next one.
-            nexts = (*(self.call_open if self.section_open else ()), *self.section_close)
-            after = yield from source.match(nexts)
-            if after is None:
-                source.pos = source.mark
-                return
-            if after in self.section_close:
-                source.commit()
-                return
+    @property
+    def nexts(self) -> tuple[str, ...]:
+        """Without a section every call stands alone, and the machine finds the next one."""
+        return (*(self.call_open if self.section_open else ()), *self.section_close)
 
-    def _call(self, source: Source, calls: Calls) -> Reading[None]:
+    def read_call(self, source: Source, calls: Calls) -> Reading[None]:
         yield from source.spaces()
         name = yield from source.run(NAME)
         if self.name_end:
