@@ -246,6 +246,20 @@ class Piece:
         return bool(self.text or self.reasoning or self.calls)
 
 
+def _add(event: ParserEvent, piece: Piece) -> None:
+    if event.kind == "text":
+        piece.text += event.text
+    elif event.kind == "reasoning":
+        piece.reasoning += event.text
+    elif event.kind == "tool_start":
+        piece.calls.append(CallPiece(event.call_index, event.text, event.call_id))
+    elif event.kind == "tool_args":
+        if piece.calls and piece.calls[-1].index == event.call_index:
+            piece.calls[-1].arguments += event.text
+        else:
+            piece.calls.append(CallPiece(event.call_index, arguments=event.text))
+
+
 class AnswerReader:
     """One choice: pieces of the model's text in, pieces of the message out. Whole and streamed give the same."""
 
@@ -263,47 +277,59 @@ class AnswerReader:
         self._limit = None if plan.asked.parallel else 1
         self._reasoned: list[list[str]] = []
         """Each run of reasoning as the model wrote it."""
-        self._last_kind = ""
+        self._last: ParserEvent | None = None
         self.complete_calls = 0
 
     def feed(self, text: str, token_ids: Sequence[int], *, last: bool = False) -> Piece:
         """`last`: nothing follows; what was held back comes out."""
+        piece = Piece()
+        for event in self.read(text, token_ids, last=last):
+            _add(event, piece)
+        return piece
+
+    def read(self, text: str, token_ids: Sequence[int], *, last: bool = False) -> list[ParserEvent]:
+        """As `feed`, with what was said in its order: for replies that keep text, reasoning and calls as a list. Calls
+        have ids that are unique in the choice."""
         self._filter.see(token_ids)
         events = self._parser.feed(text, token_ids) if text else []
         if last:
             events += self._parser.finish()
-        piece = Piece()
+        said: list[ParserEvent] = []
         for event in events:
-            self._take(event, piece)
-        if last:
-            piece.text += self._filter.clean("text", "", last=True)
-            piece.reasoning += self._filter.clean("reasoning", "", last=True)
-        return piece
+            if self._last is not None and event.kind != self._last.kind:
+                self._end_run(self._last, said)
+            self._take(event, said)
+            self._last = event
+        if last and self._last is not None:
+            self._end_run(self._last, said)
+        return said
 
-    def _take(self, event: ParserEvent, piece: Piece) -> None:
-        if event.kind == "text":
-            piece.text += self._filter.clean("text", event.text)
-        elif event.kind == "reasoning":
-            if self._last_kind != "reasoning":
-                self._reasoned.append([])
-            self._reasoned[-1].append(event.text)
-            piece.reasoning += self._filter.clean("reasoning", event.text)
+    def _end_run(self, event: ParserEvent, said: list[ParserEvent]) -> None:
+        """No special token goes on in something else: what was held back because it began like one is the model's own."""
+        if event.kind in ("text", "reasoning"):
+            self._say(event, self._filter.clean(event.kind, "", last=True), said)
+
+    def _take(self, event: ParserEvent, said: list[ParserEvent]) -> None:
+        if event.kind in ("text", "reasoning"):
+            if event.kind == "reasoning":
+                if self._last is None or self._last.kind != "reasoning":
+                    self._reasoned.append([])
+                self._reasoned[-1].append(event.text)
+            self._say(event, self._filter.clean(event.kind, event.text), said)
         elif self._limit is None or event.call_index < self._limit:
-            self._take_call(event, piece)
-        self._last_kind = event.kind
+            if event.kind == "tool_end":
+                self.complete_calls += 1
+            elif event.kind == "tool_start":
+                event = replace(event, call_id=self._call_id(event))
+            said.append(event)
 
-    def _take_call(self, event: ParserEvent, piece: Piece) -> None:
-        if event.kind == "tool_end":
-            self.complete_calls += 1
-        elif event.kind == "tool_start":
-            call_id = self._ids.give(event.call_index, event.call_id)
-            if self._short_ids:
-                call_id = hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID]
-            piece.calls.append(CallPiece(event.call_index, event.text, call_id))
-        elif piece.calls and piece.calls[-1].index == event.call_index:
-            piece.calls[-1].arguments += event.text
-        else:
-            piece.calls.append(CallPiece(event.call_index, arguments=event.text))
+    def _say(self, event: ParserEvent, text: str, said: list[ParserEvent]) -> None:
+        if text:
+            said.append(replace(event, text=text))
+
+    def _call_id(self, event: ParserEvent) -> str:
+        call_id = self._ids.give(event.call_index, event.call_id)
+        return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID] if self._short_ids else call_id
 
     def count_reasoning(self, token_ids: Sequence[int]) -> int:
         """How many of the choice's tokens are reasoning, its marks left out."""

@@ -86,6 +86,29 @@ def test_text_that_only_looks_like_one_stays(registry: Registry) -> None:
     assert message.text == "write <|pad|> here"
 
 
+def test_what_was_said_is_told_in_its_order(registry: Registry) -> None:
+    call = '{"name": "f", "arguments": {}}'
+    written = ids(256, "a", 260, "b <", 257, "c <", 258, call, 259, "d", 256, "e", 257)
+    reader = AnswerReader(plan(registry), [], MarkTokenizer(), "id", lambda token_id: NAMES.get(token_id, ""))
+    events = [event for i in written for event in reader.read(MarkTokenizer().decode([i]), [i])] + reader.read(
+        "", (), last=True
+    )
+    told = [
+        (kind, "".join(event.text for event in run))
+        for kind, run in itertools.groupby(events, lambda event: event.kind)
+    ]
+    assert told == [
+        ("reasoning", "ab <"),
+        ("text", "c <"),
+        ("tool_start", "f"),
+        ("tool_args", "{}"),
+        ("tool_end", ""),
+        ("text", "d"),
+        ("reasoning", "e"),
+    ], "what looked like the beginning of a special token is told where it stood"
+    assert next(event for event in events if event.kind == "tool_start").call_id == "id-0"
+
+
 @pytest.mark.row("SAMPLE-REASONING", "tokens of reasoning are counted without their marks, several runs of it too")
 def test_counting_several_runs(registry: Registry) -> None:
     written = ids(256, "ab", 257, 258, '{"name": "f", "arguments": {}}', 259, 256, "ab", 257, "ab")
