@@ -203,7 +203,7 @@ def guidance_parts(
 def _load_tokenizer(registry: Registry, path: Path) -> Tokenizer:
     """The tokenizer of highest priority that finds its files there."""
     for spec in sorted(registry.specs("tokenizer"), key=lambda spec: -spec.priority):
-        if registry.load("tokenizer", spec.name, "probe")(path):
+        if registry.probe("tokenizer", spec.name, path).available:
             tokenizer: Tokenizer = registry.create("tokenizer", spec.name, path)
             return tokenizer
     names = ", ".join(spec.name for spec in registry.specs("tokenizer")) or "none"

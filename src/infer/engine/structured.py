@@ -18,7 +18,6 @@ import anyio.to_thread
 from infer.config.structured_output import StructuredOutputSection
 from infer.errors import ConfigError, GrammarError, InferError, QueueFullError, shown
 from infer.plugins.grammar import Grammar, GrammarBackend, GrammarSource, GrammarSpec, Matcher, Vocabulary
-from infer.plugins.platform import Probe
 from infer.plugins.registry import Registry
 from infer.plugins.tokenizer import SupportsTokenBytes
 
@@ -184,7 +183,7 @@ def choose_backend(registry: Registry, name: str) -> GrammarSpec:
     """The named backend, or for "auto" the available one of highest priority. Raises `ConfigError` or `PluginError`."""
     if name != "auto":
         spec = registry.get("grammar", name)
-        probe = _probe(registry, spec)
+        probe = registry.probe("grammar", name, named=True)
         if not probe.available:
             raise ConfigError(
                 f"structured_output.backend={name}: not available here ({probe.reason})",
@@ -193,7 +192,7 @@ def choose_backend(registry: Registry, name: str) -> GrammarSpec:
         return spec
     reasons = []
     for spec in sorted(registry.specs("grammar"), key=lambda spec: -spec.priority):
-        probe = _probe(registry, spec)
+        probe = registry.probe("grammar", spec.name)
         if probe.available:
             return spec
         reasons.append(f"{spec.name}: {probe.reason}")
@@ -201,11 +200,6 @@ def choose_backend(registry: Registry, name: str) -> GrammarSpec:
         f"no grammar backend is available here; {'; '.join(reasons) or 'none is installed'}",
         fields=("structured_output.backend",),
     )
-
-
-def _probe(registry: Registry, spec: GrammarSpec) -> Probe:
-    probe: Probe = registry.create("grammar", spec.name, field="probe")
-    return probe
 
 
 def grammar_source(asked: StructuredOutput) -> GrammarSource:

@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
+    from infer.plugins.endpoint import (
+        EndpointCall,
+        EndpointEvents,
+        EndpointHandler,
+        EndpointReply,
+        EndpointRoute,
+        EndpointServer,
+        EndpointSpec,
+    )
     from infer.plugins.grammar import Grammar, GrammarBackend, GrammarSource, GrammarSpec, Matcher, Vocabulary
     from infer.plugins.hookspecs import hookimpl
     from infer.plugins.kv_connector import ExternalMatch, KVConnectorSpec, SchedulerConnector, WorkerConnector
@@ -44,11 +53,21 @@ if TYPE_CHECKING:
     )
     from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec
     from infer.plugins.registry import Entry, Registry
+    from infer.plugins.stat_logger import EngineFacts, StatLogger, StatLoggerSpec, StepSnapshot
     from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsExpiry, SupportsRead
     from infer.plugins.tokenizer import DecodeStream, SupportsTokenBytes, Tokenizer, TokenizerSpec
 
 _HOMES = {
     "artifact_field": ("ArtifactField", "ArtifactFieldSpec", "TapFacts"),
+    "endpoint": (
+        "EndpointCall",
+        "EndpointEvents",
+        "EndpointHandler",
+        "EndpointReply",
+        "EndpointRoute",
+        "EndpointServer",
+        "EndpointSpec",
+    ),
     "grammar": ("Grammar", "GrammarBackend", "GrammarSource", "GrammarSpec", "Matcher", "Vocabulary"),
     "hookspecs": ("hookimpl",),
     "kv_connector": ("ExternalMatch", "KVConnectorSpec", "SchedulerConnector", "WorkerConnector"),
@@ -83,6 +102,7 @@ _HOMES = {
     ),
     "quant_method": ("LoadTimeMethod", "QuantMethod", "QuantMethodSpec"),
     "registry": ("Entry", "Registry"),
+    "stat_logger": ("EngineFacts", "StatLogger", "StatLoggerSpec", "StepSnapshot"),
     "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsExpiry", "SupportsRead"),
     "tokenizer": ("DecodeStream", "SupportsTokenBytes", "Tokenizer", "TokenizerSpec"),
 }
@@ -98,6 +118,14 @@ __all__ = [
     "CallSyntax",
     "CausalLM",
     "DecodeStream",
+    "EndpointCall",
+    "EndpointEvents",
+    "EndpointHandler",
+    "EndpointReply",
+    "EndpointRoute",
+    "EndpointServer",
+    "EndpointSpec",
+    "EngineFacts",
     "Entry",
     "ExpertStack",
     "ExternalMatch",
@@ -132,6 +160,9 @@ __all__ = [
     "ResolvedModel",
     "Routing",
     "SchedulerConnector",
+    "StatLogger",
+    "StatLoggerSpec",
+    "StepSnapshot",
     "StorageTarget",
     "StorageTargetSpec",
     "SupportsExpiry",

@@ -23,6 +23,8 @@ PACKAGES: dict[Kind, str] = {
     "model_source": "infer.sources",
     "grammar": "infer.grammars",
     "logits_processor": "infer.logits_processors",
+    "endpoint": "infer.endpoints",
+    "stat_logger": "infer.stat_loggers",
 }
 
 

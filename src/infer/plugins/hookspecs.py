@@ -8,6 +8,7 @@ from __future__ import annotations
 import pluggy
 
 from infer.plugins.artifact_field import ArtifactFieldSpec
+from infer.plugins.endpoint import EndpointSpec
 from infer.plugins.grammar import GrammarSpec
 from infer.plugins.kv_connector import KVConnectorSpec
 from infer.plugins.logits_processor import LogitsProcessorSpec
@@ -16,6 +17,7 @@ from infer.plugins.model_source import ModelSourceSpec
 from infer.plugins.parser import ParserSpec
 from infer.plugins.platform import PlatformSpec
 from infer.plugins.quant_method import QuantMethodSpec
+from infer.plugins.stat_logger import StatLoggerSpec
 from infer.plugins.storage_target import StorageTargetSpec
 from infer.plugins.tokenizer import TokenizerSpec
 
@@ -87,4 +89,16 @@ def infer_grammars() -> list[GrammarSpec]:
 @hookspec
 def infer_logits_processors() -> list[LogitsProcessorSpec]:
     """Logits processors this plugin adds."""
+    raise NotImplementedError
+
+
+@hookspec
+def infer_endpoints() -> list[EndpointSpec]:
+    """HTTP routes this plugin adds, for servers whose `api.endpoints` names them."""
+    raise NotImplementedError
+
+
+@hookspec
+def infer_stat_loggers() -> list[StatLoggerSpec]:
+    """Statistics loggers this plugin adds, for engines whose `plugins.stat_loggers` names them."""
     raise NotImplementedError

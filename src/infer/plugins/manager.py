@@ -28,44 +28,14 @@ from infer.errors import (
     PluginLoadError,
     UnknownPluginError,
 )
-from infer.plugins import (
-    artifact_field,
-    grammar,
-    hookspecs,
-    kv_connector,
-    logits_processor,
-    model,
-    model_source,
-    parser,
-    platform,
-    quant_method,
-    storage_target,
-    tokenizer,
-)
+from infer.plugins import hookspecs
 from infer.plugins.builtins import builtin_modules
+from infer.plugins.contracts import CONTRACTS
 from infer.plugins.registry import BUILTIN, KINDS, Entry, Kind, KindScan, Origin, Registry, Spec, State, cure, describe
 
 ENTRY_POINT_GROUP = "infer"
 DATA_PLANE: frozenset[Kind] = frozenset({"platform", "model", "quant_method"})
 """Kinds whose declaration may import torch; they are scanned when first asked for."""
-CONTRACTS: dict[Kind, tuple[str, type[Spec], int]] = {
-    "platform": ("infer_platforms", platform.PlatformSpec, platform.API_VERSION),
-    "model": ("infer_models", model.ModelSpec, model.API_VERSION),
-    "quant_method": ("infer_quant_methods", quant_method.QuantMethodSpec, quant_method.API_VERSION),
-    "kv_connector": ("infer_kv_connectors", kv_connector.KVConnectorSpec, kv_connector.API_VERSION),
-    "artifact_field": ("infer_artifact_fields", artifact_field.ArtifactFieldSpec, artifact_field.API_VERSION),
-    "storage_target": ("infer_storage_targets", storage_target.StorageTargetSpec, storage_target.API_VERSION),
-    "parser": ("infer_parsers", parser.ParserSpec, parser.API_VERSION),
-    "tokenizer": ("infer_tokenizers", tokenizer.TokenizerSpec, tokenizer.API_VERSION),
-    "model_source": ("infer_model_sources", model_source.ModelSourceSpec, model_source.API_VERSION),
-    "logits_processor": (
-        "infer_logits_processors",
-        logits_processor.LogitsProcessorSpec,
-        logits_processor.API_VERSION,
-    ),
-    "grammar": ("infer_grammars", grammar.GrammarSpec, grammar.API_VERSION),
-}
-"""Kind -> (hook, type of its specs, current contract version)."""
 _REFERENCE_FIELDS = ("factory", "worker_factory", "config_view", "probe", "matches")
 _REFERENCE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -77,7 +47,7 @@ def build_registry(section: PluginsSection) -> Registry:
     `PluginConflictError` when two register one name, `ConfigError` when the config names what is not installed."""
     scanner = _Scanner(section)
     scanner.load_entry_points()
-    registry = Registry(scanner.scan, tuple(scanner.entries))
+    registry = Registry(scanner.scan, tuple(scanner.entries), scanner.is_named)
     for kind in KINDS:
         if kind not in DATA_PLANE:
             registry.specs(kind)
@@ -127,7 +97,7 @@ class _Scanner:
                     failure = _load_error(error, module, self._builtin, module)
                     self._report(failure, kind, module, self._builtin, entries)
         found: list[tuple[Spec, Origin]] = []
-        for impl in getattr(self._manager.hook, CONTRACTS[kind][0]).get_hookimpls():
+        for impl in getattr(self._manager.hook, CONTRACTS[kind].hook).get_hookimpls():
             origin = self._origins[impl.plugin_name]
             try:
                 declared = self._declare(kind, impl.function, origin)
@@ -137,7 +107,7 @@ class _Scanner:
             for spec in declared:
                 if not {spec.name, f"{kind}:{spec.name}"}.isdisjoint(self._section.block):
                     entries.append(_entry(kind, spec.name, origin, "blocked", "named in plugins.block", spec.api))
-                elif problem := _contract_problem(kind, spec):
+                elif problem := contract_problem(kind, spec):
                     message = f"{kind} {spec.name!r} of {origin}: {problem}"
                     refusal = PluginContractError(message, plugin=origin.distribution)
                     self._report(refusal, kind, str(spec.name), origin, entries, api=spec.api)
@@ -161,7 +131,7 @@ class _Scanner:
                 "`@infer.plugins.hookimpl`",
                 plugin=origin.distribution,
             )
-        data_plane = {CONTRACTS[kind][0] for kind in DATA_PLANE}
+        data_plane = {CONTRACTS[kind].hook for kind in DATA_PLANE}
         if not data_plane & {caller.name for caller in callers}:
             try:
                 _check_no_torch(had_torch, origin, point.value)
@@ -189,7 +159,7 @@ class _Scanner:
 
     def _declare(self, kind: Kind, function: Callable[[], Any], origin: Origin) -> list[Any]:
         """Call one hook; the specs it returned, each of the right type (their values are not checked yet)."""
-        hook, spec_type, _ = CONTRACTS[kind]
+        hook, spec_type = CONTRACTS[kind].hook, CONTRACTS[kind].spec_type
         had_torch = "torch" in sys.modules
         try:
             returned = function()
@@ -231,7 +201,9 @@ class _Scanner:
                 )
             for spec, origin in rivals:
                 chosen[name] = (spec, origin)
-                entries.append(_entry(kind, name, origin, "chosen", "", spec.api))
+                if reason := deprecation(kind, spec):
+                    logger.warning("plugin to be upgraded: %s %r of %s: %s", kind, name, origin, reason)
+                entries.append(_entry(kind, name, origin, "chosen", reason, spec.api))
         for key, distribution in self._prefer.items():
             if key.startswith(f"{kind}:") and key.partition(":")[2] not in chosen:
                 raise UnknownPluginError(
@@ -240,7 +212,9 @@ class _Scanner:
                     plugin=key,
                 )
         _check_claims(kind, chosen)
-        return KindScan(chosen, tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution))))
+        contract = CONTRACTS[kind]
+        upgrades = {name: contract.previous for name, (spec, _) in chosen.items() if spec.api < contract.version}
+        return KindScan(chosen, tuple(sorted(entries, key=lambda entry: (entry.name, entry.distribution))), upgrades)
 
     def _check_named(self, installed: set[str]) -> None:
         """Distributions and kinds that the config names must be there."""
@@ -267,12 +241,16 @@ class _Scanner:
             return "named in plugins.block"
         return "not named in plugins.allow" if self._allow is not None and name not in self._allow else ""
 
+    def is_named(self, origin: Origin) -> bool:
+        """Whether the config asks for this distribution."""
+        distribution = _normal(origin.distribution)
+        return distribution in self._prefer.values() or (self._allow is not None and distribution in self._allow)
+
     def _report(
         self, error: PluginError, kind: Kind | None, name: str, origin: Origin, entries: list[Entry], api: Any = None
     ) -> None:
         """Fatal when the config names the distribution; otherwise one warning and an entry."""
-        distribution = _normal(origin.distribution)
-        if distribution in self._prefer.values() or (self._allow is not None and distribution in self._allow):
+        if self.is_named(origin):
             raise error
         state: State = "failed" if isinstance(error, PluginLoadError) else "refused"
         entries.append(_entry(kind, name, origin, state, str(error), api if isinstance(api, int) else None))
@@ -317,7 +295,7 @@ def _short(value: object) -> str:
 def _hook_problem(message: str) -> str:
     """pluggy's complaint, with the hook that was probably meant."""
     match = re.search(r"'(\w+)'", message)
-    near = difflib.get_close_matches(match[1], [hook for hook, _, _ in CONTRACTS.values()], n=1) if match else []
+    near = difflib.get_close_matches(match[1], [contract.hook for contract in CONTRACTS.values()], n=1) if match else []
     return message.replace("\n", " ") + (
         f"; did you mean {near[0]!r}?" if near and match and near[0] != match[1] else ""
     )
@@ -332,20 +310,20 @@ def _check_no_torch(had_torch: bool, origin: Origin, what: str) -> None:
         )
 
 
-def _contract_problem(kind: Kind, spec: Any) -> str:
+def contract_problem(kind: Kind, spec: Any) -> str:
     """What is wrong with the values of a spec; "" when nothing is."""
-    _, spec_type, current = CONTRACTS[kind]
-    supported = [version for version in (current - 1, current) if version >= 1]
-    if type(spec.api) is int and spec.api not in supported:
-        newer = spec.api > current
+    contract = CONTRACTS[kind]
+    if type(spec.api) is int and spec.api not in contract.supported:
+        newer = spec.api > contract.version
+        served = " and ".join(map(str, contract.supported))
         return (
-            f"built for version {spec.api} of the {kind} contract, this infer supports {' and '.join(map(str, supported))}; "
+            f"built for version {spec.api} of the {kind} contract, this infer supports {served}; "
             f"{'upgrade ' + BUILTIN if newer else 'upgrade the plugin'}"
         )
     try:
-        msgspec.convert(dataclasses.asdict(spec), spec_type)
+        msgspec.convert(dataclasses.asdict(spec), contract.spec_type)
     except (msgspec.ValidationError, TypeError) as error:
-        return f"a field of its {spec_type.__name__} is wrong: {error}"
+        return f"a field of its {contract.spec_type.__name__} is wrong: {error}"
     if not spec.name:
         return "its name is empty"
     for field in _REFERENCE_FIELDS:
@@ -353,6 +331,18 @@ def _contract_problem(kind: Kind, spec: Any) -> str:
         if value is not None and not _REFERENCE.fullmatch(value):
             return f'{field} {value!r} is not of the form "package.module:attribute"'
     return ""
+
+
+def deprecation(kind: Kind, spec: Spec) -> str:
+    """What its author should hear; "" for the current version."""
+    contract = CONTRACTS[kind]
+    if spec.api == contract.version:
+        return ""
+    changes = f" ({contract.changes})" if contract.changes else ""
+    return (
+        f"built for version {spec.api} of the {kind} contract; the current one is {contract.version}{changes}, and "
+        f"{spec.api} is refused when {contract.version + 1} comes; upgrade the plugin"
+    )
 
 
 def _check_claims(kind: Kind, chosen: dict[str, tuple[Spec, Origin]]) -> None:

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, overload
 
-from infer.errors import InferError, PluginContractError, PluginLoadError, UnknownPluginError
+from infer.errors import InferError, PluginContractError, PluginError, PluginLoadError, UnknownPluginError
 from infer.plugins.artifact_field import ArtifactFieldSpec
+from infer.plugins.endpoint import EndpointSpec
 from infer.plugins.grammar import GrammarSpec
 from infer.plugins.kv_connector import KVConnectorSpec
 from infer.plugins.logits_processor import LogitsProcessorSpec
 from infer.plugins.model import ModelSpec
 from infer.plugins.model_source import ModelSourceSpec
 from infer.plugins.parser import ParserSpec
-from infer.plugins.platform import PlatformSpec
+from infer.plugins.platform import PlatformSpec, Probe
 from infer.plugins.quant_method import QuantMethodSpec
+from infer.plugins.stat_logger import StatLoggerSpec
 from infer.plugins.storage_target import StorageTargetSpec
 from infer.plugins.tokenizer import TokenizerSpec
 
@@ -37,6 +40,8 @@ Kind = Literal[
     "model_source",
     "grammar",
     "logits_processor",
+    "endpoint",
+    "stat_logger",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Spec = (
@@ -51,9 +56,12 @@ Spec = (
     | ModelSourceSpec
     | GrammarSpec
     | LogitsProcessorSpec
+    | EndpointSpec
+    | StatLoggerSpec
 )
 BUILTIN = "infer-engine"
 """The distribution of the built-in plugins."""
+logger = logging.getLogger("infer.plugins")
 State = Literal["chosen", "available", "refused", "failed", "blocked"]
 
 
@@ -90,6 +98,8 @@ class KindScan:
 
     chosen: dict[str, tuple[Spec, Origin]]
     entries: tuple[Entry, ...]
+    upgrades: Mapping[str, Mapping[str, Callable[[Any], Any]]] = field(default_factory=dict)
+    """Name of a spec of the contract's previous version -> its field -> what makes the field's object fit the current one."""
 
 
 class Registry:
@@ -98,8 +108,15 @@ class Registry:
     `specs`, `get`, `load` and `create` may raise `PluginError` on the first use of a kind.
     """
 
-    def __init__(self, scan: Callable[[Kind], KindScan], entries: tuple[Entry, ...]) -> None:
-        """`entries` are the distributions that never came as far as declaring a kind."""
+    def __init__(
+        self,
+        scan: Callable[[Kind], KindScan],
+        entries: tuple[Entry, ...],
+        is_named: Callable[[Origin], bool] = lambda origin: False,
+    ) -> None:
+        """`entries` are the distributions that never came as far as declaring a kind; `is_named` says whether the config
+        asks for a distribution."""
+        self._is_named = is_named
         self._scan = scan
         self._entries = entries
         self._kinds: dict[Kind, KindScan] = {}
@@ -127,6 +144,12 @@ class Registry:
     def specs(self, kind: Literal["grammar"]) -> tuple[GrammarSpec, ...]: ...
     @overload
     def specs(self, kind: Literal["logits_processor"]) -> tuple[LogitsProcessorSpec, ...]: ...
+    @overload
+    def specs(self, kind: Literal["endpoint"]) -> tuple[EndpointSpec, ...]: ...
+    @overload
+    def specs(self, kind: Literal["stat_logger"]) -> tuple[StatLoggerSpec, ...]: ...
+    @overload
+    def specs(self, kind: Kind) -> tuple[Spec, ...]: ...
     def specs(self, kind: Kind) -> tuple[Any, ...]:
         """All specs of a kind, sorted by name."""
         return tuple(spec for spec, _ in self._kind(kind).chosen.values())
@@ -153,6 +176,10 @@ class Registry:
     def get(self, kind: Literal["grammar"], name: str) -> GrammarSpec: ...
     @overload
     def get(self, kind: Literal["logits_processor"], name: str) -> LogitsProcessorSpec: ...
+    @overload
+    def get(self, kind: Literal["endpoint"], name: str) -> EndpointSpec: ...
+    @overload
+    def get(self, kind: Literal["stat_logger"], name: str) -> StatLoggerSpec: ...
     def get(self, kind: Kind, name: str) -> Any:
         """The spec of that name. Raises `UnknownPluginError`, or `PluginContractError` when it was refused."""
         return self._find(kind, name)[0]
@@ -161,8 +188,10 @@ class Registry:
         """Import the object that a spec's `field` ("module:attr") names. Raises `PluginLoadError`."""
         spec, origin = self._find(kind, name)
         reference: str = getattr(spec, field)
+        upgrade = self._kind(kind).upgrades.get(name, {}).get(field)
         try:
-            return import_reference(reference)
+            found = import_reference(reference)
+            return found if upgrade is None else upgrade(found)
         except (Exception, SystemExit) as error:
             raise PluginLoadError(
                 f"{kind} {name!r} of {origin}: {field} {reference!r} cannot be imported ({describe(error)}); "
@@ -184,6 +213,27 @@ class Registry:
                 f"{kind} {name!r} of {origin}: its {field} raised {describe(error)}; {advice}",
                 plugin=origin.distribution,
             ) from error
+
+    def probe(self, kind: Kind, name: str, *args: Any, named: bool = False) -> Probe:
+        """What its probe says of this machine or file; True and False count as a `Probe`.
+
+        One that raises or returns something else is not available, and a warning says so; where the config names the plugin
+        or its distribution that is a `PluginError`.
+        """
+        try:
+            said = self.create(kind, name, *args, field="probe")
+            if isinstance(said, Probe | bool):
+                return said if isinstance(said, Probe) else Probe(said)
+            raise PluginContractError(
+                f"{kind} {name!r} of {self.origin(kind, name)}: its probe returned {said!r:.80}; it must return True, False or "
+                "an infer.plugins.Probe",
+                plugin=name,
+            )
+        except PluginError as error:
+            if named or self._is_named(self.origin(kind, name)):
+                raise
+            logger.warning("plugin left out: %s", error)
+            return Probe(False, str(error))
 
     def origin(self, kind: Kind, name: str) -> Origin:
         """The distribution that a spec came from."""

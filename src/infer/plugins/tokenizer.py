@@ -19,7 +19,8 @@ class TokenizerSpec:
     """"module:attr", called with the path, returns bool: whether it finds its own files there."""
     priority: int = 0
     example: dict[str, Any]
-    """{"texts": [...]} or {} ; the kit checks encode/decode round trips and increments on them."""
+    """{"files": {name: text of a file that the tokenizer reads}, "texts": [...]}; the kit checks encode/decode round trips
+    and increments on the texts, or on its own. Without files the kit must be given a path."""
 
 
 class DecodeStream(Protocol):

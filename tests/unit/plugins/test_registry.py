@@ -23,7 +23,8 @@ from infer.errors import (
     UnknownPluginError,
 )
 from infer.plugins import builtins as plugin_builtins
-from infer.plugins.manager import CONTRACTS, build_registry
+from infer.plugins.contracts import CONTRACTS
+from infer.plugins.manager import build_registry
 from infer.plugins.registry import KINDS, Kind, KindScan, Origin, Registry, Spec
 
 Plant = Callable[..., None]
@@ -153,8 +154,7 @@ def test_another_contract_version_is_refused_with_both(
 
 
 def test_the_previous_contract_version_is_accepted(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    hook, spec_type, _ = CONTRACTS["parser"]
-    monkeypatch.setitem(CONTRACTS, "parser", (hook, spec_type, 3))
+    monkeypatch.setitem(CONTRACTS, "parser", CONTRACTS["parser"]._replace(version=3))
     plant("alpha", parser(api=2))
     plant("beta", parser(name="old", api=1))
     found = registry()

@@ -12,7 +12,7 @@ from typing import Any
 
 from infer.errors import ConfigError
 from infer.plugins.model_source import ProgressCallback
-from infer.plugins.platform import Platform, PlatformSpec, Probe
+from infer.plugins.platform import Platform, PlatformSpec
 from infer.plugins.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def choose_platform(registry: Registry, name: str, passed_over: Container[str] =
     """The named platform, or for "auto" the available one of highest priority. Refusals give every reason."""
     if name != "auto":
         spec = registry.get("platform", name)
-        probe = _probe(registry, spec)
+        probe = registry.probe("platform", name, named=True)
         if not probe.available:
             raise ConfigError(f"platform.name={name}: not available here ({probe.reason})", fields=("platform.name",))
         return spec
@@ -57,7 +57,7 @@ def choose_platform(registry: Registry, name: str, passed_over: Container[str] =
     for spec in sorted(registry.specs("platform"), key=lambda spec: -spec.priority):
         if spec.name in passed_over:
             continue
-        probe = _probe(registry, spec)
+        probe = registry.probe("platform", spec.name)
         if probe.available:
             for reason in reasons:
                 logger.info("platform %s", reason)
@@ -66,8 +66,3 @@ def choose_platform(registry: Registry, name: str, passed_over: Container[str] =
     raise ConfigError(
         f"no platform is available here; {'; '.join(reasons) or 'none is installed'}", fields=("platform.name",)
     )
-
-
-def _probe(registry: Registry, spec: PlatformSpec) -> Probe:
-    probe: Probe = registry.create("platform", spec.name, field="probe")
-    return probe

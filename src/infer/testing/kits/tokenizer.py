@@ -36,6 +36,18 @@ def checks(spec: TokenizerSpec, path: Path, texts: Sequence[str] | None = None) 
         yield Check(body.__name__.strip("_"), partial(run, body))
 
 
+def example_files(spec: TokenizerSpec, directory: Path) -> Path:
+    """Write what the example brings and return the directory. Raises `AssertionError` when it brings nothing."""
+    files: dict[str, str] = spec.example.get("files", {})
+    expect(files, 'the example has no "files" that the tokenizer could read')
+    home = directory / "files"
+    for name, text in files.items():
+        path = home / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    return home
+
+
 def _probe(spec: TokenizerSpec, path: Path) -> None:
     probe = load(spec, "probe")
     expect(probe(path) is True, f"probe({path}) is {probe(path)!r}; it reads this tokenizer")
