@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from infer.plugins.quant_method import WeightRole
 
 CONVERTED = 1 << 14
-"""Elements that are converted at a time while a tensor is loaded: they stay in the cache, and torch does not call its threads
+"""Elements that torch converts at a time while a tensor is loaded: they stay in the cache, and torch does not call its threads
 for so few, which would wait for each other many thousand times."""
 ADOPT_BYTES = 32 * 2**20
 """Tensors of this size are taken over instead of copied. Smaller ones are copied into the slot, which was allocated with
@@ -30,7 +30,19 @@ cost more than the copy."""
 class Parameter:
     """A slot for one weight: knows its shape and dtype from the start, and remembers which rows have been filled."""
 
-    __slots__ = ("_filled", "blocks", "convert", "data", "in_flight", "packed", "placed", "role", "shape", "unit")
+    __slots__ = (
+        "_filled",
+        "blocks",
+        "convert",
+        "data",
+        "in_flight",
+        "packed",
+        "piece",
+        "placed",
+        "role",
+        "shape",
+        "unit",
+    )
 
     def __init__(self, data: Tensor, *, role: WeightRole | None = None, unit: int | None = None) -> None:
         """`data` is uninitialised storage of the final shape (on the meta device while planning)."""
@@ -48,6 +60,8 @@ class Parameter:
         """`data` lies where it shall be read from: a tensor is copied into it, however large."""
         self.convert: Callable[[Tensor], Tensor] | None = None
         """Makes rows of `data` out of rows as the checkpoint stores them."""
+        self.piece = CONVERTED
+        """Elements that are converted at a time."""
         self.in_flight: int | None = None
         """Bytes that are there beside `data` at most while it is loaded; None: those of one unit, before or after packing."""
         self._filled: list[tuple[int, int]] = []
@@ -96,7 +110,7 @@ class Parameter:
                 raise WeightError(f"rows {start}..{stop} overlap rows {first}..{last}, which were filled before")
         self._filled.append((start, stop))
         if self.convert is not None:
-            step = max(1, CONVERTED // max(1, math.prod(expected[1:])))
+            step = max(1, self.piece // max(1, math.prod(expected[1:])))
             with torch.no_grad():
                 for row in range(0, stop - start, step):
                     made = self.convert(tensor[row : row + step])

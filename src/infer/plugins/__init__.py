@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         SupportsWorkspace,
         WriteKV,
     )
-    from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec
+    from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec, SupportsPlatformEncoders
     from infer.plugins.registry import Entry, Registry
     from infer.plugins.stat_logger import EngineFacts, StatLogger, StatLoggerSpec, StepSnapshot
     from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsExpiry, SupportsRead
@@ -100,7 +100,7 @@ _HOMES = {
         "SupportsWorkspace",
         "WriteKV",
     ),
-    "quant_method": ("LoadTimeMethod", "QuantMethod", "QuantMethodSpec"),
+    "quant_method": ("LoadTimeMethod", "QuantMethod", "QuantMethodSpec", "SupportsPlatformEncoders"),
     "registry": ("Entry", "Registry"),
     "stat_logger": ("EngineFacts", "StatLogger", "StatLoggerSpec", "StepSnapshot"),
     "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsExpiry", "SupportsRead"),
@@ -167,6 +167,7 @@ __all__ = [
     "StorageTargetSpec",
     "SupportsExpiry",
     "SupportsGraphs",
+    "SupportsPlatformEncoders",
     "SupportsHiddenTaps",
     "SupportsPrompt",
     "SupportsRead",

@@ -149,6 +149,9 @@ class BlockOps:
     moe: Callable[[Tensor, Tensor, Tensor, ExpertStack, ExpertStack], Tensor] | None = None
     """(x [T, N], ids [T, K], weights [T, K], gate_up, down) -> [T, N], as `Ops.moe` with experts of which at least one of
     the two stacks is in blocks. None: experts are dequantised when they are read."""
+    encoders: Mapping[tuple[str, str], Callable[[Tensor, Tensor], bool]] = field(default_factory=dict)
+    """(kind, rounding of a `quant_method.SupportsPlatformEncoders`) -> encoder: (plain rows [n, I] fp32, bf16 or fp16, uint8
+    [n, bytes of a row] to fill) -> False where the numbers have no such blocks; the method then says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ or how plain weights become blocks while they are loaded. Called on the worker t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -73,4 +73,14 @@ class LoadTimeMethod(Protocol):
     def encode(self, rows: Tensor, block_type: str) -> Tensor:
         """rows [n, I] in floating point, I a multiple of the block -> uint8 [n, bytes of a row], in GGML's layout. Every row
         by itself: how a tensor is cut does not change its blocks. Raises `WeightError` for numbers that are not finite."""
+        ...
+
+
+@runtime_checkable
+class SupportsPlatformEncoders(Protocol):
+    """A `LoadTimeMethod` whose rounding a platform may know, and do faster (`plugins.platform.BlockOps.encoders`)."""
+
+    def rounding(self, block_type: str) -> str:
+        """Name of what `encode` does. A platform's encoder of that name makes the same bytes of all numbers that `encode`
+        takes, and refuses the others."""
         ...

@@ -17,15 +17,18 @@ from infer.errors import ConfigError
 from infer.layers.parameter import Layer, named_parameters
 from infer.plugins.model import CausalLM
 from infer.plugins.platform import BlockOps
-from infer.plugins.quant_method import LoadTimeMethod
+from infer.plugins.quant_method import LoadTimeMethod, SupportsPlatformEncoders
 from infer.weights.blocks import MATRIX, can_stay
-from infer.weights.gguf import GGML_TYPES
+from infer.weights.gguf import GGML_TYPES, GGMLType
 from infer.weights.gguf_dequant import dequantize
 
-SIZES = {kind.name: kind.block for kind in GGML_TYPES.values()}
-"""Elements of a block, by type."""
+Encode = Callable[[Tensor], Tensor]
+SIZES = {kind.name: kind for kind in GGML_TYPES.values()}
+"""Elements and bytes of a block, by type."""
 ROWS = 16
 """Weights whose rows do not divide by this stay plain on every platform."""
+PIECE = 1 << 20
+"""Elements that a platform's encoder, which divides them among its threads, is given at a time."""
 
 
 @dataclass(slots=True)
@@ -71,11 +74,15 @@ def quantize_at_load(model: CausalLM, method: LoadTimeMethod, blocks: BlockOps |
         kind = method.block_type(parameter.role) if parameter.role is not None else None
         if kind is None or len(parameter.shape) != MATRIX:
             continue
-        if parameter.shape[1] % SIZES[kind] or parameter.unit % ROWS:
+        if parameter.shape[1] % SIZES[kind].block or parameter.unit % ROWS:
             found.left.append(f"{path} {list(parameter.shape)}")
             continue
         parameter.in_flight = parameter.unit * parameter.shape[1] * stored.itemsize
-        encode = partial(method.encode, block_type=kind)
+        encode: Encode = partial(method.encode, block_type=kind)
+        native = _platform_encoder(method, kind, blocks)
+        if native is not None:
+            parameter.piece = PIECE
+            encode = partial(_encode_on, native, encode, SIZES[kind])
         if blocks is not None and can_stay(parameter, kind, blocks):
             form = blocks.formats[kind]
             parameter.keep_blocks(kind, parameter.shape[1] // form.size * form.num_bytes)
@@ -87,5 +94,19 @@ def quantize_at_load(model: CausalLM, method: LoadTimeMethod, blocks: BlockOps |
     return found
 
 
-def _round_trip(rows: Tensor, encode: Callable[[Tensor], Tensor], kind: str) -> Tensor:
+def _platform_encoder(
+    method: LoadTimeMethod, kind: str, blocks: BlockOps | None
+) -> Callable[[Tensor, Tensor], bool] | None:
+    """The platform's own, where it makes the same bytes."""
+    if blocks is None or not isinstance(method, SupportsPlatformEncoders):
+        return None
+    return blocks.encoders.get((kind, method.rounding(kind)))
+
+
+def _encode_on(native: Callable[[Tensor, Tensor], bool], encode: Encode, kind: GGMLType, rows: Tensor) -> Tensor:
+    made = torch.empty(len(rows), rows.shape[1] // kind.block * kind.nbytes, dtype=torch.uint8)
+    return made if native(rows, made) else encode(rows)  # which says what is wrong with them
+
+
+def _round_trip(rows: Tensor, encode: Encode, kind: str) -> Tensor:
     return dequantize(encode(rows).reshape(-1), kind).view(rows.shape)

@@ -1,26 +1,36 @@
 """Builds the C++ kernels for this CPU when they are first needed, and keeps the library by content.
 
-Called when a platform is created. Several processes may build at once: the finished file appears in one piece.
+Called when a platform is created. Several processes may ask at once: one builds, the others wait for its file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform as host
+import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from infer.backends.reference.memory import usable_cpus
 from infer.errors import ConfigError
 from infer.plugins.model_source import Progress, ProgressCallback
 
 SOURCES = Path(__file__).parent / "csrc"
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-Wno-psabi")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-Wno-psabi")
+FLAGS_OF = {"encode.cpp": ("-ffp-contract=off",)}
+"""Those of one source; encode.cpp must round every product, as torch does."""
+NATIVE = ("-march=native",)
 COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT = 300.0
-"""Seconds; a build takes about 30."""
+"""Seconds for one source; all take about 30 of one core."""
+UNFINISHED = ".building-"
 
 
 def find_compiler() -> str | None:
@@ -31,7 +41,7 @@ def find_compiler() -> str | None:
 def build_library(cache_dir: Path, progress: ProgressCallback | None = None) -> Path:
     """The shared library for this machine, from the cache or built now, which `progress` is told first.
 
-    Raises `ConfigError` with the compiler's words.
+    Raises `ConfigError` with the compiler's words, or when there is no compiler or no place for the file.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -41,23 +51,78 @@ def build_library(cache_dir: Path, progress: ProgressCallback | None = None) -> 
             fields=("platform.name",),
         )
     library = cache_dir / "kernels" / f"infer-cpu-{_key(compiler)}.so"
-    if not library.is_file():
+    if library.is_file():
+        return library
+    try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        if progress is not None:
-            note = f"building the kernels for this CPU with {Path(compiler).name}, once: up to a minute"
-            progress(Progress("build", 0, None, unit="", detail=note))
-        _compile(compiler, library)
+        with _alone_in(library.parent):
+            if not library.is_file():
+                if progress is not None:
+                    note = f"building the kernels for this CPU with {Path(compiler).name}, once: up to a minute"
+                    progress(Progress("build", 0, None, unit="", detail=note))
+                compile_library(compiler, NATIVE, library)
+    except OSError as error:
+        raise ConfigError(
+            f"the native CPU kernels cannot be kept in {library.parent}: {error.strerror or error}; make room there, name "
+            "another cache directory or set platform.name=reference",
+            fields=("platform.name",),
+        ) from error
     return library
 
 
-def _key(compiler: str) -> str:
-    """Changes with the sources, the flags, the compiler and the CPU."""
+def compile_library(compiler: str, target: Sequence[str], library: Path) -> None:
+    """Compile all sources side by side with the flags of a `target`, and put the library in its place in one piece.
+
+    Raises `ConfigError` with the compiler's words and `OSError`.
+    """
+    sources = sorted(SOURCES.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=library.parent) as name:
+        objects = [Path(name) / f"{source.stem}.o" for source in sources]
+
+        def compile_source(source: Path, made: Path) -> None:
+            flags = (*FLAGS, *target, *FLAGS_OF.get(source.name, ()))
+            _run([compiler, *flags, "-c", str(source), "-o", str(made)])
+
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            waiting = [pool.submit(compile_source, *pair) for pair in zip(sources, objects, strict=True)]
+            try:
+                for done in waiting:
+                    done.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)  # those that run end first: nobody writes afterwards
+                raise
+        made = Path(name) / library.name
+        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(made)])
+        made.chmod(0o755)
+        made.replace(library)
+
+
+def sources_digest() -> str:
+    """Changes with the sources and the flags."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for fact in (*FLAGS, _version(compiler), host.machine(), _cpu_flags()):
-        digest.update(fact.encode() + b"\0")
+    digest.update(repr((FLAGS, sorted(FLAGS_OF.items()))).encode())
+    return digest.hexdigest()
+
+
+def cpu_facts() -> dict[str, str]:
+    """What /proc/cpuinfo says of the first CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {"model name": host.processor()}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+
+
+def _key(compiler: str) -> str:
+    """Changes with the sources, the flags, the compiler and the CPU."""
+    facts = cpu_facts()  # what the instruction set of "native" follows from
+    cpu = "|".join(facts.get(name, "") for name in ("flags", "Features", "model name", "CPU part"))
+    digest = hashlib.sha256(sources_digest().encode())
+    for fact in (*NATIVE, _version(compiler), host.machine(), cpu):
+        digest.update(b"\0" + fact.encode())
     return digest.hexdigest()[:24]
 
 
@@ -66,38 +131,44 @@ def _version(compiler: str) -> str:
     return done.stdout.partition("\n")[0]
 
 
-def _cpu_flags() -> str:
-    """What the instruction set of "native" follows from."""
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """No other process builds here meanwhile, and what builds that were killed have left is removed."""
+    place = os.open(directory, os.O_RDONLY)
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return host.processor()
-    wanted = ("flags", "Features", "model name", "CPU part")
-    first = {name.strip(): value for name, _, value in (line.partition(":") for line in reversed(lines))}
-    return "|".join(first.get(name, "") for name in wanted)
-
-
-def _compile(compiler: str, library: Path) -> None:
-    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-    handle, name = tempfile.mkstemp(suffix=".so", prefix=".building-", dir=library.parent)
-    os.close(handle)
-    made = Path(name)
-    try:
-        command = [compiler, *FLAGS, *sources, "-o", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        if done.returncode:
-            raise ConfigError(
-                f"{Path(compiler).name} cannot build the native CPU kernels: {_gist(done.stderr)}; update the compiler or "
-                "set platform.name=reference",
-                fields=("platform.name",),
-            )
-        made.chmod(0o755)
-        made.replace(library)  # whoever comes second replaces a file with an equal one
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: at worst a build is done twice
+            pass
+        else:
+            for left in directory.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
     finally:
-        made.unlink(missing_ok=True)
+        os.close(place)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {TIMEOUT:.0f} seconds"
+    else:
+        if not done.returncode:
+            return
+        reason = _gist(done.stderr) or f"exit status {done.returncode} without a word"
+    raise ConfigError(
+        f"{Path(command[0]).name} cannot build the native CPU kernels: {reason}; update the compiler or set "
+        "platform.name=reference",
+        fields=("platform.name",),
+    )
 
 
 def _gist(stderr: str) -> str:
-    """The first line that says "error", or the last line."""
+    """The first line that says "error", without the directories, and how many more there are; or the last line."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[-1] if lines else "no message")[:300]
+    errors = [line for line in lines if re.search(r"\berror\b", line)]
+    if not errors:
+        return lines[-1][:300] if lines else ""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    return errors[0].replace(f"{SOURCES}{os.sep}", "")[:300] + more

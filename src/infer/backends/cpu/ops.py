@@ -13,7 +13,6 @@ from infer.backends.cpu.experts import NativeExperts
 from infer.backends.cpu.kernels import Kernels
 from infer.backends.cpu.library import AttentionArgs, Library
 from infer.backends.cpu.tensors import (
-    DTYPES,
     FP8,
     LANES,
     PACKED_DIM,
@@ -22,17 +21,18 @@ from infer.backends.cpu.tensors import (
     side_by_side,
     with_dense_rows,
 )
+from infer.backends.cpu.weights import NativeWeights
 from infer.backends.reference.scratch import Scratch
 from infer.plugins.platform import UNSCALED, AttentionMetadata, BlockOps, KVScales, Ops
 
 
-def make_kernels(library: Library, scratch: Scratch | None = None) -> tuple[NativeOps, NativeExperts]:
+def make_kernels(library: Library, scratch: Scratch | None = None) -> tuple[NativeOps, NativeExperts, NativeWeights]:
     """Over one library and its threads; large results lie in `scratch`."""
     scratch = scratch or Scratch()
-    return NativeOps(library, scratch), NativeExperts(library, scratch)
+    return NativeOps(library, scratch), NativeExperts(library, scratch), NativeWeights(library, scratch)
 
 
-def make_ops(native: NativeOps, experts: NativeExperts) -> Ops:
+def make_ops(native: NativeOps, experts: NativeExperts, weights: NativeWeights) -> Ops:
     """The table of their operations as layers call them."""
     return Ops(
         embedding=native.embedding,
@@ -47,8 +47,8 @@ def make_ops(native: NativeOps, experts: NativeExperts) -> Ops:
         add_rms_norm=native.add_rms_norm,
         topk_router=experts.route,
         moe=experts.moe,
-        pack=pack,
-        unpack=unpack,
+        pack=weights.pack,
+        unpack=weights.unpack,
         head_logits=native.head_logits,
         rotary_angles=native.rotary_angles,
         sigmoid=native.sigmoid,
@@ -60,28 +60,13 @@ def make_ops(native: NativeOps, experts: NativeExperts) -> Ops:
         blocks=BlockOps(
             formats=BLOCK_FORMATS,
             row_multiple=LANES,
-            pack=native.pack_blocks,
+            pack=weights.pack_blocks,
             rows=native.block_rows,
             linear=native.block_linear,
             moe=experts.block_moe,
+            encoders=weights.encoders(),
         ),
     )
-
-
-def pack(weight: Tensor) -> Tensor:
-    """[N, I] -> [N / 16, I / P, 16, P], a copy; the weight itself where the shape does not divide."""
-    pair = 2 if weight.dtype == torch.bfloat16 else 1
-    rows, inner = weight.shape
-    if weight.dtype not in DTYPES or rows % LANES or inner % pair or not weight.numel():
-        return weight
-    return weight.view(rows // LANES, LANES, inner // pair, pair).transpose(1, 2).contiguous()
-
-
-def unpack(weight: Tensor) -> Tensor:
-    """What `pack` was given."""
-    if weight.dim() != PACKED_DIM:
-        return weight
-    return weight.transpose(1, 2).reshape(weight.shape[0] * LANES, -1)
 
 
 class NativeOps(Kernels):
@@ -139,17 +124,6 @@ class NativeOps(Kernels):
             inner,
         )
         return out
-
-    def pack_blocks(self, stored: Tensor, kind: str) -> Tensor:
-        stored = stored.contiguous()
-        rows, row_bytes = stored.shape
-        if self._dry:
-            return stored.new_empty(rows // LANES, LANES * row_bytes)
-        form = BLOCK_FORMATS[kind]
-        packed = torch.empty(rows // LANES, LANES * row_bytes, dtype=torch.uint8)
-        inner = row_bytes // form.num_bytes * form.size
-        self._call.infer_pack_blocks(BLOCK_KINDS[kind], stored.data_ptr(), packed.data_ptr(), rows, inner)
-        return packed
 
     def block_rows(self, ids: Tensor, packed: Tensor, kind: str, inner: int, dtype: torch.dtype) -> Tensor:
         ids = ids.contiguous()

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-enum Dtype { FP32 = 0, BF16 = 1, FP8 = 2 };  // FP8: e4m3fn, of the KV cache alone
+enum Dtype { FP32 = 0, BF16 = 1, FP8 = 2, FP16 = 3 };  // FP8: e4m3fn, of the KV cache alone; FP16: of weights that become blocks
 
 extern "C" {
 void* infer_pool_create(int threads, int spins);
@@ -17,7 +17,11 @@ void infer_linear(void* pool, int dtype, int packed, int out_fp32, const void* x
 void infer_packed_rows(int dtype, const void* packed, const int64_t* ids, void* y, int64_t count, int64_t k);
 
 // Weights in blocks, see block_format.h. `stored` is row after row as in a GGUF; `packed` has the same number of bytes.
-void infer_pack_blocks(int kind, const void* stored, void* packed, int64_t n, int64_t k);
+void infer_pack_blocks(void* pool, int kind, const void* stored, void* packed, int64_t n, int64_t k);
+// Rows [n, words of four bytes] into tiles of sixteen, [n / 16, words, 16]: the order of packed.h.
+void infer_pack_words(void* pool, const void* rows, void* packed, int64_t n, int64_t words);
+// Plain numbers (FP32, BF16 or FP16) into blocks of Q8_0 or Q4_1, see encode.cpp. 0: not all of them have such blocks.
+int64_t infer_encode_blocks(void* pool, int dtype, int kind, const void* rows, int64_t blocks, void* out);
 void infer_block_rows(int dtype, int kind, const void* packed, const int64_t* ids, void* y, int64_t count, int64_t k);
 // Bytes of `work` for so many tokens: activations in int8, and scratch of each thread.
 int64_t infer_block_work(void* pool, int64_t tokens, int64_t k);

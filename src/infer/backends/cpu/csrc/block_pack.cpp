@@ -1,6 +1,7 @@
 // From the order of a GGUF into that of block_format.h, and rows back out of it.
 #include "api.h"
 #include "block_format.h"
+#include "pool.h"
 
 namespace infer {
 
@@ -9,7 +10,7 @@ static void nibbles(const uint8_t* in, int count, uint8_t* low, uint8_t* high) {
 }
 
 // The unsigned quants of one block as it is stored (github.com/ggml-org/ggml, ggml-common.h), in the order of columns.
-static void read_quants(int kind, const uint8_t* in, uint8_t* out) {
+static inline void read_quants(int kind, const uint8_t* in, uint8_t* out) {
     switch (kind) {
         case Q8_0:
             for (int i = 0; i < 32; ++i) out[i] = in[2 + i] ^ 0x80u;
@@ -44,7 +45,7 @@ static void read_quants(int kind, const uint8_t* in, uint8_t* out) {
 
 // The header of one row: fp16 numbers side by side with those of the other rows, then the rest four bytes at a time, or
 // one at a time where every byte is a scale of its own.
-static void place_head(int kind, const uint8_t* in, int lane, uint8_t* head) {
+static inline void place_head(int kind, const uint8_t* in, int lane, uint8_t* head) {
     const BlockFormat f = BLOCK_FORMATS[kind];
     const int rest = f.head - 2 * f.halves;
     const uint8_t* halves = kind == Q6_K ? in + 208 : kind == Q2_K ? in + 80 : kind == Q3_K ? in + 108 : in;
@@ -57,20 +58,22 @@ static void place_head(int kind, const uint8_t* in, int lane, uint8_t* head) {
         for (int i = 0; i < rest; i += 4) std::memcpy(head + W * i + 4 * lane, scales + i, 4);
 }
 
-// As weights_of reads them. The place must hold zeros.
-static void place_quants(BlockFormat f, const uint8_t* quants, int lane, uint8_t* out) {
+// As weights_of reads them: four quants of a row at a time.
+static inline void place_quants(BlockFormat f, const uint8_t* quants, int lane, uint8_t* out) {
+    const uint32_t low_bits = 0x01010101u * ((1u << f.low) - 1u), high_bits = 0x01010101u * ((1u << f.high) - 1u);
+    uint32_t low[8] = {}, high[2] = {};
     const int per = f.high ? 8 / f.high : 1;
-    for (int c = 0; c < QK; ++c) {
-        int i = c / 4, at = 4 * lane + c % 4;
-        uint8_t low = quants[c] & ((1 << f.low) - 1), high = quants[c] >> f.low;
-        if (f.low == 8)
-            out[64 * i + at] = low;
-        else if (f.low == 4)
-            out[64 * (i % 4) + at] |= low << i / 4 * 4;
+    for (int i = 0; i < QK / 4; ++i) {
+        const uint32_t four = load_as<uint32_t>(quants + 4 * i);
+        const uint32_t bits = four & low_bits;
+        if (f.low == 2)
+            low[i / 4] |= bits << i % 4 * 2;
         else
-            out[64 * (i / 4) + at] |= low << i % 4 * 2;
-        if (f.high) out[64 * (f.low + i / per) + at] |= high << i % per * f.high;
+            low[i % f.low] |= bits << i / f.low * f.low;
+        if (f.high) high[i / per] |= (four >> f.low & high_bits) << i % per * f.high;
     }
+    for (int i = 0; i < f.low; ++i) std::memcpy(out + 64 * i + 4 * lane, low + i, 4);
+    for (int i = 0; i < f.high; ++i) std::memcpy(out + 64 * (f.low + i) + 4 * lane, high + i, 4);
 }
 
 template <int KIND, class T>
@@ -97,21 +100,38 @@ static void row_of(const uint8_t* w, int64_t columns, int64_t row, T* out) {
 
 using namespace infer;
 
-extern "C" void infer_pack_blocks(int kind, const void* stored, void* packed, int64_t n, int64_t k) {
-    const BlockFormat f = BLOCK_FORMATS[kind];
-    const int64_t tile = tile_bytes(f, k), per = f.columns / QK;
-    std::memset(packed, 0, n / W * tile);
-    for (int64_t row = 0; row < n; ++row) {
-        const uint8_t* in = (const uint8_t*)stored + row * (k / f.columns) * f.stored;
-        uint8_t* out = (uint8_t*)packed + row / W * tile;
-        for (int64_t block = 0; block < k / f.columns; ++block, in += f.stored) {
-            uint8_t quants[256];
-            read_quants(kind, in, quants);
-            place_head(kind, in, int(row % W), out + k / QK * quant_bytes(f) + block * head_bytes(f));
-            for (int64_t b = 0; b < per; ++b)
-                place_quants(f, quants + b * QK, int(row % W), out + (block * per + b) * quant_bytes(f));
+extern "C" void infer_pack_blocks(void* pool, int kind, const void* stored, void* packed, int64_t n, int64_t k) {
+    with_kind(kind, [&](auto number) {
+        constexpr int KIND = decltype(number)::value;
+        constexpr BlockFormat F = BLOCK_FORMATS[KIND];
+        const int64_t blocks = k / F.columns, per = F.columns / QK;
+        auto body = [&](int64_t tile, int) {
+            const uint8_t* in = (const uint8_t*)stored + tile * W * blocks * F.stored;
+            uint8_t* out = (uint8_t*)packed + tile * tile_bytes(F, k);
+            for (int lane = 0; lane < W; ++lane)
+                for (int64_t block = 0; block < blocks; ++block, in += F.stored) {
+                    uint8_t quants[256];
+                    read_quants(KIND, in, quants);
+                    place_head(KIND, in, lane, out + k / QK * quant_bytes(F) + block * head_bytes(F));
+                    for (int64_t b = 0; b < per; ++b)
+                        place_quants(F, quants + b * QK, lane, out + (block * per + b) * quant_bytes(F));
+                }
+        };
+        parallel(*(Pool*)pool, n / W, body);
+    });
+}
+
+extern "C" void infer_pack_words(void* pool, const void* rows, void* packed, int64_t n, int64_t words) {
+    auto body = [&](int64_t tile, int) {
+        const uint32_t* in = (const uint32_t*)rows + tile * W * words;
+        uint32_t* out = (uint32_t*)packed + tile * W * words;
+        for (int64_t first = 0; first < words; first += W) {  // what is read and written stays in the first cache
+            const int64_t last = first + W < words ? first + W : words;
+            for (int lane = 0; lane < W; ++lane)
+                for (int64_t word = first; word < last; ++word) out[word * W + lane] = in[lane * words + word];
         }
-    }
+    };
+    parallel(*(Pool*)pool, n / W, body);
 }
 
 extern "C" void infer_block_rows(int dtype, int kind, const void* packed, const int64_t* ids, void* y, int64_t count,
