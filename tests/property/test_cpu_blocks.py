@@ -39,6 +39,24 @@ def as_bytes(x: Tensor) -> Tensor:
     return ((blocks.double() * inverse.double()).round() * scale.double()).view(x.shape)
 
 
+@given(st.lists(st.tuples(KINDS, st.integers(1, 3)), min_size=1, max_size=4), st.integers(1, 9), st.booleans(), SEEDS)
+def test_parts_of_different_types(
+    tables: dict[int, BlockOps], parts: list[tuple[str, int]], t: int, half: bool, seed: int
+) -> None:
+    """Each part is computed as by itself, whatever stands beside it and whatever else is in the step."""
+    dtype = torch.bfloat16 if half else torch.float32
+    x = torch.randn(t, 512, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    packed = [(tables[2].pack(weight(kind, 16 * tiles, 512, seed)[0], kind), kind) for kind, tiles in parts]
+    rows = [16 * tiles for _, tiles in parts]
+    bias = torch.randn(sum(rows), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    for threads, table in tables.items():
+        assert table.linear_parts is not None
+        got = table.linear_parts(x, packed, bias, dtype)
+        one = [table.linear(x, *part, b, dtype) for part, b in zip(packed, bias.split(rows), strict=True)]
+        assert torch.equal(got, torch.cat(one, dim=1)), threads
+        assert torch.equal(table.linear_parts(x[-1:], packed, bias, dtype), got[-1:])
+
+
 @given(KINDS, st.integers(1, 40), st.integers(1, 7), st.integers(1, 6), st.booleans(), st.booleans(), SEEDS)
 def test_linear_over_blocks(
     tables: dict[int, BlockOps], kind: str, t: int, tiles: int, blocks: int, half: bool, biased: bool, seed: int

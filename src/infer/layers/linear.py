@@ -31,6 +31,8 @@ class Linear(Layer):
         }
         self.blocks: str | None = None
         """Type of the stored blocks that the weight stays in."""
+        self.parts: list[tuple[Tensor, str]] = []
+        """Packed blocks and their type, where neighbouring rows have different ones."""
         self.bias = Parameter(torch.empty(out_features, dtype=context.dtype, device=context.device)) if bias else None
 
     def children(self) -> Iterator[tuple[str, Parameter | Layer]]:
@@ -44,7 +46,9 @@ class Linear(Layer):
             if slot.blocks is not None:
                 slot.pack(self.ops)
                 self.blocks = slot.blocks
-        filled = {name: slot.data for name, slot in self.slots.items()}
+                self.parts = [(part.data, str(part.blocks)) for part in slot.parts]
+        filled = {name: slot.data for name, slot in self.slots.items() if not slot.parts}
+        filled |= {f"part.{i}": data for i, (data, _) in enumerate(self.parts)}
         self.slots = {}
         if self.blocks is not None:
             self.storage = filled
@@ -53,15 +57,19 @@ class Linear(Layer):
         self.storage = {name: moved_into(filled[name], new) if name in filled else new for name, new in made.items()}
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from ({name: slot.data for name, slot in self.slots.items()} or self.storage).values()
+        slots = [piece.data for slot in self.slots.values() for piece in slot.pieces()]
+        yield from slots or self.storage.values()
         if self.bias is not None:
             yield self.bias.data
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out]."""
         bias = None if self.bias is None else self.bias.data
-        if self.blocks is not None and self.ops.blocks is not None:
-            return self.ops.blocks.linear(x, self.storage["weight"], self.blocks, bias, x.dtype)
+        blocks = self.ops.blocks
+        if self.parts and blocks is not None and blocks.linear_parts is not None:
+            return blocks.linear_parts(x, self.parts, bias, x.dtype)
+        if self.blocks is not None and blocks is not None:
+            return blocks.linear(x, self.storage["weight"], self.blocks, bias, x.dtype)
         return self.quant.apply(self.storage, x, bias, self.ops)
 
 

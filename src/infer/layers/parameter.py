@@ -6,7 +6,7 @@ Built and filled on the worker thread; a `Parameter` owns its tensor, a `Layer` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,7 @@ class Parameter:
         "data",
         "in_flight",
         "packed",
+        "parts",
         "piece",
         "placed",
         "role",
@@ -55,6 +56,8 @@ class Parameter:
         """Of the weight, however it is stored."""
         self.blocks: str | None = None
         """Block type, where the weight stays quantised as in its GGUF: then `data` is uint8."""
+        self.parts: tuple[Parameter, ...] = ()
+        """Where neighbouring rows are in blocks of different types: each a parameter of its own, and `data` is empty."""
         self.packed = False
         self.placed = False
         """`data` lies where it shall be read from: a tensor is copied into it, however large."""
@@ -71,6 +74,21 @@ class Parameter:
         self.blocks = kind
         self.data = torch.empty(self.shape[0], row_bytes, dtype=torch.uint8, device=self.data.device)
 
+    def divide(self, kinds: Sequence[tuple[int, str, int]]) -> None:
+        """Before loading: hold stored blocks of several types, (rows, type, bytes of a row) one after the other."""
+        self.blocks = "+".join(dict.fromkeys(kind for _, kind, _ in kinds))
+        device, parts = self.data.device, []
+        for count, kind, row_bytes in kinds:
+            part = Parameter(torch.empty(0, dtype=torch.uint8, device=device), role=self.role, unit=count)
+            part.shape = (count, *self.shape[1:])
+            part.keep_blocks(kind, row_bytes)
+            parts.append(part)
+        self.parts, self.data = tuple(parts), torch.empty(0, dtype=torch.uint8, device=device)
+
+    def pieces(self) -> tuple[Parameter, ...]:
+        """What owns the memory: the parts, or the parameter itself."""
+        return self.parts or (self,)
+
     def place(self, data: Tensor) -> None:
         """Before loading: other uninitialised storage of the same shape and dtype, which the weight is to lie in."""
         self.data = data
@@ -81,6 +99,10 @@ class Parameter:
         if self.packed:
             return
         self.packed = True
+        if self.parts:
+            for part in self.parts:
+                part.pack(ops)
+            return
         if self.blocks is not None and ops.blocks is not None:
             pack, kind = ops.blocks.pack, self.blocks
             self._pack(lambda stored: pack(stored, kind))
@@ -102,6 +124,9 @@ class Parameter:
     def load(self, tensor: Tensor, rows: tuple[int, int] | None = None) -> None:
         """Fill all rows, or rows[0] .. rows[1]. A large tensor that is the whole slot is adopted."""
         start, stop = rows if rows is not None else (0, self.shape[0])
+        if self.parts:
+            self._load_part(tensor, start, stop)
+            return
         expected = (stop - start, *(self.data if self.convert is None else self).shape[1:])
         if tuple(tensor.shape) != expected:
             raise WeightError(f"shape {tuple(tensor.shape)} does not fit {expected}")
@@ -123,6 +148,16 @@ class Parameter:
         else:
             with torch.no_grad():
                 self.data[start:stop].copy_(tensor)
+
+    def _load_part(self, tensor: Tensor, start: int, stop: int) -> None:
+        first = 0
+        for part in self.parts:
+            last = first + part.shape[0]
+            if first <= start and stop <= last:
+                part.load(tensor, (start - first, stop - first))
+                return
+            first = last
+        raise WeightError(f"rows {start}..{stop} lie in parts with blocks of different types ({self.blocks})")
 
 
 def moved_into(old: Tensor, new: Tensor) -> Tensor:
@@ -157,7 +192,7 @@ class Layer:
         """The layer's own weight tensors as they live in memory now."""
         for _, part in self.children():
             if isinstance(part, Parameter):
-                yield part.data
+                yield from (piece.data for piece in part.pieces())
 
 
 def named_layers(root: Layer, prefix: str = "") -> Iterator[tuple[str, Layer]]:

@@ -5,7 +5,7 @@ Called once at start; the `Ops` table it returns is called by layers on the work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -146,6 +146,9 @@ class BlockOps:
     """(ids [T] int64, packed, kind, I, dtype) -> those rows of the weight, dequantised [T, I]."""
     linear: Callable[[Tensor, Tensor, str, Tensor | None, torch.dtype], Tensor]
     """(x [T, I], packed, kind, bias [N] or None, dtype) -> [T, N] in dtype. x may be quantised on the way, row by row."""
+    linear_parts: Callable[[Tensor, Sequence[tuple[Tensor, str]], Tensor | None, torch.dtype], Tensor] | None = None
+    """(x [T, I], (packed, kind) of neighbouring rows, bias [N] or None, dtype) -> [T, N]: `linear` of each part, side by side.
+    None: a weight whose parts have different types is dequantised when it is read."""
     moe: Callable[[Tensor, Tensor, Tensor, ExpertStack, ExpertStack], Tensor] | None = None
     """(x [T, N], ids [T, K], weights [T, K], gate_up, down) -> [T, N], as `Ops.moe` with experts of which at least one of
     the two stacks is in blocks. None: experts are dequantised when they are read."""

@@ -17,19 +17,38 @@ MATRIX = 2
 
 
 def keep_stored_blocks(model: CausalLM, stored: Mapping[str, str], blocks: BlockOps) -> None:
-    """Turn parameters into slots for raw blocks where all tensors that fill one are of one type the platform knows.
+    """Turn parameters into slots for raw blocks where all tensors that fill one are of types the platform knows.
 
     `stored` is tensor name -> block type. The others are dequantised while they are read.
     """
-    kinds: dict[str, set[str]] = {}
+    sources: dict[str, list[tuple[tuple[int, int] | None, str]]] = {}
     for name, target in model.weight_table().targets.items():
-        kinds.setdefault(target.path, set()).add(stored.get(name, ""))
+        sources.setdefault(target.path, []).append((target.rows, stored.get(name, "")))
     for path, parameter in named_parameters(cast(Layer, model)).items():
-        found = kinds.get(path, set())
-        kind = next(iter(found), "")
-        if len(found) == 1 and kind and can_stay(parameter, kind, blocks):
-            block = blocks.formats[kind]
-            parameter.keep_blocks(kind, parameter.shape[1] // block.size * block.num_bytes)
+        kinds = dict.fromkeys(kind for _, kind in sources.get(path, []))
+        if len(kinds) == 1 and can_stay(parameter, next(iter(kinds)), blocks):
+            kind = next(iter(kinds))
+            parameter.keep_blocks(kind, _row_bytes(parameter, kind, blocks))
+        elif len(kinds) > 1 and parameter.role == "linear" and blocks.linear_parts is not None:
+            parts = _neighbours(sources[path])
+            if all(rows % blocks.row_multiple == 0 and can_stay(parameter, kind, blocks) for rows, kind in parts):
+                parameter.divide([(rows, kind, _row_bytes(parameter, kind, blocks)) for rows, kind in parts])
+
+
+def _neighbours(sources: list[tuple[tuple[int, int] | None, str]]) -> list[tuple[int, str]]:
+    """Rows that lie one after the other with blocks of one type, as (number of rows, type)."""
+    parts: list[tuple[int, str]] = []
+    for rows, kind in sorted(sources, key=lambda source: source[0] or (0, 0)):
+        count = 0 if rows is None else rows[1] - rows[0]
+        if parts and parts[-1][1] == kind:
+            count += parts.pop()[0]
+        parts.append((count, kind))
+    return parts
+
+
+def _row_bytes(parameter: Parameter, kind: str, blocks: BlockOps) -> int:
+    block = blocks.formats[kind]
+    return parameter.shape[1] // block.size * block.num_bytes
 
 
 def can_stay(parameter: Parameter, kind: str, blocks: BlockOps) -> bool:

@@ -25,7 +25,8 @@ def place_together(model: CausalLM) -> None:
     Does nothing where the system has no such pages, and for models smaller than one.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    parameters = [p for p in named_parameters(cast(Layer, model)).values() if _stays(p)]
+    slots = named_parameters(cast(Layer, model)).values()
+    parameters = [piece for slot in slots for piece in slot.pieces() if _stays(piece)]
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)

@@ -77,7 +77,8 @@ def largest_parameter_bytes(model: CausalLM) -> int:
             return parameter.in_flight
         return parameter.data.nbytes * parameter.unit // max(1, len(parameter.data))
 
-    return max(map(transient, named_parameters(cast(Layer, model)).values()), default=0)
+    parameters = named_parameters(cast(Layer, model)).values()
+    return max((transient(piece) for parameter in parameters for piece in parameter.pieces()), default=0)
 
 
 def _load_scalar(name: str, path: str, layers: dict[str, Layer], checkpoint: Checkpoint) -> None:

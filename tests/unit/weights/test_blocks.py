@@ -10,6 +10,9 @@ import torch
 from gguf_samples import LLAMA_METADATA, llama_tensors, llama_weights, write_block_llama, write_gguf, write_llama
 from infer import Engine, EngineConfig, SamplingParams
 from infer.backends.cpu.block_formats import BLOCK_FORMATS
+from infer.config.engine import PlatformSection
+from infer.errors import WeightError
+from infer.layers.parameter import Parameter
 
 pytestmark = pytest.mark.anyio
 PROMPT = [3, 17, 9, 4, 30, 22, 11]
@@ -47,18 +50,37 @@ async def test_blocks_stay_and_compute_what_expanded_weights_do(tmp_path: Path, 
     assert stayed != expanded
 
 
-async def test_a_weight_of_mixed_types_is_expanded(tmp_path: Path) -> None:
-    """q, k and v share one parameter: they stay only if all of them are stored alike."""
+@pytest.mark.parametrize("kinds", [("Q8_0", "Q8_0", "Q4_0"), ("Q4_1", "Q8_0", "Q5_0"), ("Q4_0", "Q8_0", "Q4_0")])
+async def test_parts_of_a_weight_keep_their_own_types(tmp_path: Path, kinds: tuple[str, str, str]) -> None:
+    """q, k and v share one parameter, as gate and up do; each is multiplied with in the blocks it is stored in."""
     tensors = llama_tensors(llama_weights(), "Q8_0")
-    values, _ = tensors["blk.0.attn_v.weight"]
-    tensors["blk.0.attn_v.weight"] = (values, "Q4_0")
+    types = dict(zip(("attn_q", "attn_k", "attn_v"), kinds, strict=True)) | {"ffn_up": kinds[2]}
+    for name, (values, _) in list(tensors.items()):
+        if name.split(".")[-2] in types:
+            tensors[name] = (values, types[name.split(".")[-2]])
     mixed = write_gguf(tmp_path / "mixed.gguf", tensors, LLAMA_METADATA)
-    plain = write_llama(tmp_path / "plain.gguf", "Q8_0")
     planned, taken, logprobs = await weights_and_logprobs(config(mixed))
-    whole, _, _ = await weights_and_logprobs(config(plain))
-    _, _, others = await weights_and_logprobs(config(mixed, expand=True))
-    assert planned == taken > whole
-    assert torch.tensor(logprobs).sub(torch.tensor(others)).abs().max() < 1.0
+    expanded_size, _, others = await weights_and_logprobs(config(mixed, expand=True))
+    assert planned == taken == sum(t.nbytes for t in _tensors(mixed))
+    assert expanded_size > 3 * taken
+    assert torch.tensor(logprobs).sub(torch.tensor(others)).abs().max() < 1.5 and logprobs != others
+    reference, _, _ = await weights_and_logprobs(config(mixed, platform="reference"))
+    assert reference == expanded_size, "a platform without such kernels expands"
+
+
+async def test_a_replayed_step_computes_with_all_parts(tmp_path: Path) -> None:
+    tensors = llama_tensors(llama_weights(), "Q8_0")
+    tensors = {n: (v, "Q4_0" if n.endswith("attn_v.weight") else k) for n, (v, k) in tensors.items()}
+    mixed = write_gguf(tmp_path / "mixed.gguf", tensors, LLAMA_METADATA)
+    answers = []
+    for graphs in (True, False):
+        async with Engine(config(mixed).model_copy(update={"platform": PlatformSection(graphs=graphs)})) as engine:
+            done = await engine.generate(
+                PROMPT, SamplingParams(max_tokens=20, temperature=0, logprobs=1, ignore_eos=True)
+            )
+            assert done.logprobs is not None
+            answers.append((done.token_ids, [entry.logprob for entry in done.logprobs]))
+    assert answers[0] == answers[1]
 
 
 async def test_a_platform_without_such_kernels_expands(tmp_path: Path) -> None:
@@ -74,3 +96,21 @@ def _tensors(path: Path) -> list[object]:
 
     with GGUFFile.open(path) as file:
         return list(file.tensors.values())
+
+
+def test_parts_take_their_own_rows_only() -> None:
+    slot = Parameter(torch.empty(48, 64), role="linear")
+    slot.divide([(32, "Q8_0", 68), (16, "Q4_0", 36)])
+    stored = torch.randint(0, 256, (48, 68), dtype=torch.uint8)
+    slot.load(stored[16:32], (16, 32))
+    slot.load(stored[:16], (0, 16))
+    slot.load(stored[32:, :36], (32, 48))
+    first, second = slot.parts
+    assert torch.equal(first.data, stored[:32]) and torch.equal(second.data, stored[32:, :36])
+    assert slot.blocks == "Q8_0+Q4_0" and slot.shape == (48, 64)
+    with pytest.raises(WeightError, match=r"rows 16\.\.48 lie in parts with blocks of different types"):
+        slot.load(stored, (16, 48))
+    with pytest.raises(WeightError, match="filled before"):
+        slot.load(stored[:16], (0, 16))
+    with pytest.raises(WeightError, match="does not fit"):
+        slot.load(stored[32:], (32, 48))

@@ -71,6 +71,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     "infer_draw": (None, [*[c_void_p] * 10, c_int64, c_int64]),
     "infer_scale": (None, [c_int, c_void_p, c_void_p, c_int64, c_float]),
     "infer_copy_rows": (None, [c_void_p, c_void_p, *[c_int64] * 3]),
+    "infer_place_rows": (None, [c_void_p, c_void_p, *[c_int64] * 3]),
     "infer_gather_rows": (None, [*[c_void_p] * 3, *[c_int64] * 2]),
     "infer_packed_rows": (None, [c_int, *[c_void_p] * 3, *[c_int64] * 2]),
     "infer_tape_create": (c_void_p, []),

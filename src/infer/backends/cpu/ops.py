@@ -5,6 +5,8 @@ Called on the worker thread. Every result is independent of what else is in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,7 @@ def make_ops(native: NativeOps, experts: NativeExperts, weights: NativeWeights) 
             pack=weights.pack_blocks,
             rows=native.block_rows,
             linear=native.block_linear,
+            linear_parts=native.block_linear_parts,
             moe=experts.block_moe,
             encoders=weights.encoders(),
         ),
@@ -158,6 +161,21 @@ class NativeOps(Kernels):
             outer,
             inner,
         )
+        return out
+
+    def block_linear_parts(
+        self, x: Tensor, parts: Sequence[tuple[Tensor, str]], bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        x = self._dense(x)
+        tokens, counts = len(x), [len(packed) * LANES for packed, _ in parts]
+        out, row = self._new(dtype, tokens, sum(counts)), 0
+        for (packed, kind), count in zip(parts, counts, strict=True):
+            made = self.block_linear(x, packed, kind, None if bias is None else bias[row : row + count], dtype)
+            if not self._dry:
+                size = dtype.itemsize
+                place = out.data_ptr() + row * size
+                self._call.infer_place_rows(made.data_ptr(), place, tokens, count * size, out.shape[1] * size)
+            row += count
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

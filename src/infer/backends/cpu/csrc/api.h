@@ -45,6 +45,8 @@ void infer_draw(void* pool, const float* logits, const int64_t* rows, const floa
 void infer_scale(int dtype, const void* x, void* y, int64_t count, float factor);
 // Rows of so many bytes that lie `stride` bytes apart, one behind the other.
 void infer_copy_rows(const void* x, void* y, int64_t rows, int64_t row, int64_t stride);
+// Rows of so many bytes to places `stride` bytes apart.
+void infer_place_rows(const void* x, void* y, int64_t rows, int64_t row, int64_t stride);
 // Rows of so many bytes, by number.
 void infer_gather_rows(const void* x, const int64_t* ids, void* y, int64_t count, int64_t row);
 // kind 0: sigmoid, 1: tanh.

@@ -181,3 +181,7 @@ extern "C" void infer_copy_rows(const void* x, void* y, int64_t rows, int64_t ro
 extern "C" void infer_gather_rows(const void* x, const int64_t* ids, void* y, int64_t count, int64_t row) {
     for (int64_t i = 0; i < count; ++i) std::memcpy((char*)y + i * row, (const char*)x + ids[i] * row, size_t(row));
 }
+
+extern "C" void infer_place_rows(const void* x, void* y, int64_t rows, int64_t row, int64_t stride) {
+    for (int64_t r = 0; r < rows; ++r) std::memcpy((uint8_t*)y + r * stride, (const uint8_t*)x + r * row, row);
+}
