@@ -293,10 +293,10 @@ def _short(value: object) -> str:
 
 
 def _hook_problem(message: str) -> str:
-    """pluggy's complaint, with the hook that was probably meant."""
+    """pluggy's complaint without its object's address, and with the hook that was probably meant."""
     match = re.search(r"'(\w+)'", message)
     near = difflib.get_close_matches(match[1], [contract.hook for contract in CONTRACTS.values()], n=1) if match else []
-    return message.replace("\n", " ") + (
+    return re.sub(r" (in|for) plugin <.*>", "", message.replace("\n", " ")) + (
         f"; did you mean {near[0]!r}?" if near and match and near[0] != match[1] else ""
     )
 

@@ -26,9 +26,12 @@ class Plugins:
     def get(self, kind: str, name: str) -> Any:
         return next(spec for spec in self.specs(kind) if spec.name == name)
 
-    def create(self, kind: str, name: str, *args: Any, field: str = "factory", **kwargs: Any) -> Any:
-        _, probe, factory = next(entry for entry in self.entries if entry[0].name == name)
-        return probe if field == "probe" else factory(*args, **kwargs)
+    def probe(self, kind: str, name: str, *, named: bool = False) -> Probe:
+        return next(probe for spec, probe, _ in self.entries if spec.name == name)
+
+    def create(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        _, _, factory = next(entry for entry in self.entries if entry[0].name == name)
+        return factory(*args, **kwargs)
 
 
 def platform(
