@@ -23,6 +23,7 @@ LAZY_IMPORTS: dict[str, set[str]] = {
     "infer.artifacts.pipeline": {"infer.artifacts.assembly"},
     "infer.engine.startup": {"infer.engine.worker.builder", "infer.weights.facts"},
     "infer.grammars": {"llguidance", "llguidance.gbnf_to_lark", "xgrammar"},
+    "infer.testing.conformance": {"infer.testing.kits"},
     "infer.testing.moe_from_dense": {"safetensors.torch"},
     "infer.testing.tiny_models": {"transformers"},
     "infer.text.chat_template": {"infer.text.sandbox"},

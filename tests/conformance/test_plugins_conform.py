@@ -21,6 +21,7 @@ from infer.testing.kits import (
     model_source,
     platform,
     quant_method,
+    stat_logger,
     storage_target,
     tokenizer,
 )
@@ -84,6 +85,11 @@ def test_every_kind_with_built_ins_has_a_kit(registry: Registry) -> None:
 @pytest.mark.parametrize("name", names("logits_processor"))
 def test_logits_processor(registry: Registry, name: str) -> None:
     run(logits_processor.checks(registry.get("logits_processor", name)))
+
+
+@pytest.mark.parametrize("name", names("stat_logger"))
+def test_stat_logger(registry: Registry, name: str) -> None:
+    run(stat_logger.checks(registry.get("stat_logger", name)))
 
 
 @pytest.mark.parametrize("name", names("platform"))

@@ -16,15 +16,17 @@ from infer.api import generate, health, metrics, ollama, render, render_completi
 from infer.api.answers import AnswerFormats
 from infer.api.auth import key_digests
 from infer.api.context import ApiContext, CallRegister
+from infer.api.endpoints import check_paths, open_endpoints
 from infer.api.errors import ApiError, error_response
 from infer.api.gate import Gate
 from infer.api.monitor import HealthMonitor
 from infer.api.openai import batches, chat, completions, models
-from infer.api.openapi import with_description
+from infer.api.openapi import DESCRIPTION, with_description
 from infer.api.routing import ApiRoute, Endpoint
 from infer.api.web import page
 from infer.config.engine import ApiSection
 from infer.engine.engine import Engine
+from infer.plugins.endpoint import EndpointServer
 
 Topic = Callable[[ApiContext], list[ApiRoute]]
 
@@ -46,9 +48,9 @@ TOPICS: tuple[Topic, ...] = (
 
 
 def build_context(engine: Engine, settings: ApiSection | None = None) -> ApiContext:
-    """What the routes share. The engine must be open."""
+    """What the routes share. The engine must be open. Raises `PluginError` for an endpoint that cannot be made."""
     settings = settings if settings is not None else engine.config.api
-    return ApiContext(
+    context = ApiContext(
         engine=engine,
         settings=settings,
         model_names=settings.served_model_names or (engine.config.model.ref,),
@@ -57,6 +59,9 @@ def build_context(engine: Engine, settings: ApiSection | None = None) -> ApiCont
         health=HealthMonitor(engine),
         answers=AnswerFormats.of(engine, settings),
     )
+    server = EndpointServer(engine=engine, model_names=context.model_names)
+    context.endpoint_routes = open_endpoints(engine.registry, settings.endpoints, server, context.endpoint_outcomes)
+    return context
 
 
 def build_app(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> ASGIApp:
@@ -83,7 +88,9 @@ def admin_routes(context: ApiContext, topics: Sequence[Topic] = TOPICS) -> list[
 
 
 def _found(context: ApiContext, topics: Sequence[Topic]) -> list[ApiRoute]:
-    return [route for topic in topics for route in topic(context)]
+    own = [route for topic in topics for route in topic(context)]
+    check_paths([DESCRIPTION, *(route.path for route in own)], context.endpoint_routes)
+    return [*own, *context.endpoint_routes]
 
 
 def _described(context: ApiContext, routes: list[ApiRoute]) -> list[ApiRoute]:

@@ -15,6 +15,7 @@ from infer.api.errors import ApiError
 from infer.config.engine import ApiSection
 from infer.errors import ConfigError
 
+KEY_HEADERS = ("authorization", "x-api-key")
 PREFLIGHT_HEADERS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-max-age": "600",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from infer.api.answers import AnswerFormats
-    from infer.api.routing import Call
+    from infer.api.routing import ApiRoute, Call
     from infer.config.engine import ApiSection
     from infer.engine.engine import Engine
 
@@ -94,6 +95,10 @@ class ApiContext:
     calls: CallRegister
     health: HealthMonitor
     answers: AnswerFormats
+    endpoint_routes: list[ApiRoute] = field(default_factory=list)
+    """Of the endpoint plugins that api.endpoints names."""
+    endpoint_outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(endpoint, "answered", "refused", "failed" or "cut_off") -> calls."""
     background: TaskGroup | None = None
     """Tasks that outlive the call that starts them, in a server that has some; they end with it."""
     created: int = field(default_factory=lambda: int(time.time()))

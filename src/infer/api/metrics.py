@@ -54,6 +54,7 @@ class EngineCollector(Collector):
         context = self._context
         yield self._gauge("infer_engine_alive", "1 while the engine serves.", float(context.engine.is_alive))
         yield self._gauge("infer_http_requests_running", "HTTP requests in progress.", float(len(context.calls)))
+        yield self._endpoint_calls()
         if not context.engine.is_alive:
             return
         statistics, metrics = context.engine.statistics(), context.engine.metrics
@@ -65,6 +66,16 @@ class EngineCollector(Collector):
         yield from capture_metrics(statistics, labels)
         yield from artifact_metrics(context.engine.artifact_statistics, labels)
         yield self._info()
+
+    def _endpoint_calls(self) -> Metric:
+        family = CounterMetricFamily(
+            "infer_endpoint_calls",
+            "Calls of endpoint plugins, by what became of them.",
+            labels=(*_LABELS, "endpoint", "outcome"),
+        )
+        for (endpoint, outcome), count in sorted(self._context.endpoint_outcomes.items()):
+            family.add_metric((*self._labels, endpoint, outcome), count)
+        return family
 
     def _gauges(self, now: EngineStatistics) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Requests being computed.", now.running)

@@ -32,6 +32,7 @@ _ERROR: dict[str, Any] = {
         }
     },
 }
+DESCRIPTION = "/openapi.json"
 _REF = "#/components/schemas/{model}"
 
 
@@ -42,7 +43,7 @@ def with_description(routes: Sequence[ApiRoute], *, unknown_fields: str, needs_k
     async def describe(call: Call) -> Response:
         return call.json(document)
 
-    own = ApiRoute(method="GET", path="/openapi.json", handler=describe, public=True, summary="This document")
+    own = ApiRoute(method="GET", path=DESCRIPTION, handler=describe, public=True, summary="This document")
     everything = [*routes, own]
     document |= openapi_document(everything, unknown_fields=unknown_fields, needs_key=needs_key)
     return everything

@@ -50,6 +50,8 @@ class ApiRoute:
     """There only with api.admin, and only on the admin listener where there is one."""
     monitoring: bool = False
     """On the admin listener, too."""
+    endpoint: str = ""
+    """The plugin that added it; "" is the server's own."""
     refusal: Callable[[BaseException], Response] = error_response
     """Writes what the client is told when the call fails before its reply has begun."""
 

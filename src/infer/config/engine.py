@@ -150,6 +150,8 @@ class PluginsSection(Section):
     """Distributions or spec names that are not loaded."""
     prefer: Annotated[dict[str, str], BeforeValidator(_paired)] = Field(default_factory=dict)
     """Which distribution wins a name that several register: {"kind:name": "distribution"}."""
+    stat_loggers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Statistics loggers that get every step's counters, by plugin name; "log" writes a line every ten seconds of work."""
 
 
 class ApiSection(Section):
@@ -222,6 +224,8 @@ class ApiSection(Section):
     reasoning_parser: str = "auto"
     """Output parser that tells reasoning from the answer; auto: structured_output.reasoning_parser; none: it stays in the
     text."""
+    endpoints: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Endpoint plugins whose routes are served, by name; an installed one that is not named adds nothing."""
     tokenizer_info: bool = False
     """Serve /tokenizer_info, which shows the chat template."""
 

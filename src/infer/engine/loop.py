@@ -35,6 +35,7 @@ class EngineLoop:
         *,
         depth: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.death: EngineDeadError | None = None
         self.last_step_at: float | None = None
@@ -43,6 +44,7 @@ class EngineLoop:
         self._mailbox = mailbox
         self._depth = depth
         self._clock = clock
+        self._on_step = on_step
         self._in_flight: deque[PendingStep] = deque()
         self._deadlines: list[tuple[float, int, Request]] = []
 
@@ -112,6 +114,7 @@ class EngineLoop:
             self._in_flight.popleft()
             self._scheduler.apply(result)
         self.last_step_at = self._clock()
+        self._on_step()
 
     def _end_stuck(self) -> None:
         """Nothing is in flight and nothing could be planned: a request that still waits would wait for ever."""

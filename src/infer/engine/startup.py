@@ -29,6 +29,7 @@ from infer.engine.loop import EngineLoop
 from infer.engine.mailbox import Mailbox
 from infer.engine.processor_admission import ProcessorAdmission
 from infer.engine.scheduler.scheduler import Scheduler
+from infer.engine.stat_feed import StatFeed, engine_facts
 from infer.engine.structured import GrammarStore, vocabulary_of
 from infer.engine.structured_admission import GuidedAdmission, reasoning_parser
 from infer.errors import ConfigError, EngineClosedError
@@ -60,6 +61,7 @@ class EngineParts:
     scheduler: Scheduler
     mailbox: Mailbox
     loop: EngineLoop
+    stats: StatFeed
 
 
 Start = Callable[[EngineConfig, ProgressCallback], Any]
@@ -97,7 +99,7 @@ async def start(config: EngineConfig, on_progress: ProgressCallback) -> EnginePa
             logger.info("%s", notice)
         logger.info("memory plan: %s", format_memory_plan(resolved.memory))
         await executor.start(lambda: planned.builder.build(resolved, progress, planned.grammars))
-        return assemble(planned, executor)
+        return await with_stat_loggers(assemble(planned, executor), config)
     except BaseException:
         cancelled.set()
         await executor.aclose()
@@ -110,7 +112,9 @@ def assemble(planned: Any, executor: Executor) -> EngineParts:
     kv = KVCacheManager(resolved.cache, planned.model.identity)
     scheduler = _scheduler_class(resolved.scheduler.scheduler_class)(resolved.scheduler, kv, capture=resolved.capture)
     mailbox = Mailbox()
-    loop = EngineLoop(scheduler, executor, mailbox, depth=resolved.scheduler.in_flight_depth)
+    stats = StatFeed(scheduler)
+    depth = resolved.scheduler.in_flight_depth
+    loop = EngineLoop(scheduler, executor, mailbox, depth=depth, on_step=stats.step)
     return EngineParts(
         registry=planned.registry,
         model=planned.model,
@@ -122,7 +126,15 @@ def assemble(planned: Any, executor: Executor) -> EngineParts:
         scheduler=scheduler,
         mailbox=mailbox,
         loop=loop,
+        stats=stats,
     )
+
+
+async def with_stat_loggers(parts: EngineParts, config: EngineConfig) -> EngineParts:
+    """The same parts, with the loggers that the config names at work. Raises `PluginError`."""
+    facts = engine_facts(config.model.ref, parts.resolved, parts.resolved.scheduler.max_model_len)
+    await parts.stats.open(parts.registry, config.plugins.stat_loggers, facts)
+    return parts
 
 
 def make_admission(parts: EngineParts, config: EngineConfig) -> Admission:
@@ -148,6 +160,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
 
     registry = build_registry(config.plugins)
     check_targets(config.artifacts, registry)
+    check_named(config, registry)
     found = resolve_reference(
         config.model.ref,
         registry,
@@ -182,6 +195,14 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     resolved = resolve_within(config, model, limits, lambda bounds: builder.footprint(dtype, cache_dtype, bounds))
     grammars, guided = guidance_parts(config, registry, tokenizer, model)
     return _Planned(registry, model, builder, resolved, tokenizer, template, grammars, guided)
+
+
+def check_named(config: EngineConfig, registry: Registry) -> None:
+    """Plugins that are made late are there at least: a wrong name is told before weights are read. Raises `PluginError`."""
+    for name in config.plugins.stat_loggers:
+        registry.get("stat_logger", name)
+    for name in config.api.endpoints:
+        registry.get("endpoint", name)
 
 
 def guidance_parts(
@@ -246,6 +267,9 @@ def _scheduler_class(reference: str | None) -> type[Scheduler]:
 
 
 async def stop(parts: EngineParts) -> None:
-    """Free the worker. The loop task has ended by now."""
+    """Free the worker and let the statistics loggers end. The loop task has ended by now."""
     with anyio.CancelScope(shield=True):
-        await parts.executor.aclose()
+        try:
+            await parts.executor.aclose()
+        finally:
+            await parts.stats.aclose()

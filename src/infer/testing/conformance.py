@@ -30,6 +30,7 @@ from infer.testing.kits import (
     parser,
     platform,
     quant_method,
+    stat_logger,
     storage_target,
     tokenizer,
 )
@@ -68,6 +69,7 @@ def _kit(kind: Kind, spec: Any, directory: Path, network: bool) -> Iterator[Chec
         "parser": parser.checks,
         "grammar": grammar.checks,
         "logits_processor": logits_processor.checks,
+        "stat_logger": stat_logger.checks,
     }
     if kind in simple:
         yield from simple[kind](spec)
@@ -82,6 +84,10 @@ def _kit(kind: Kind, spec: Any, directory: Path, network: bool) -> Iterator[Chec
         yield from storage_target.checks(spec, directory)
     elif kind == "tokenizer":
         yield from tokenizer.checks(spec, tokenizer.example_files(spec, directory))
+    elif kind == "endpoint":
+        from infer.testing.kits import endpoint  # noqa: PLC0415 - needs the server's packages
+
+        yield from endpoint.checks(spec)
     elif kind == "model_source":
         reference = spec.example.get("reference") if network else None
         yield from model_source.checks(spec, directory, reference=reference)

@@ -1,0 +1,1 @@
+"""Built-in statistics loggers, one per file."""
