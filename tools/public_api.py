@@ -12,6 +12,7 @@ from pathlib import Path
 import infer
 import infer.artifacts
 import infer.plugins
+from infer.plugins.contracts import CONTRACTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -20,8 +21,13 @@ INTRODUCTION = """\
 # Public names
 
 Built by `make docs` from the source; never edited by hand. These names are promises: everything in `infer`, `infer.plugins`,
-`infer.artifacts` and `infer.testing.kits`. Whatever is not listed here may change without notice.
+`infer.artifacts`, `infer.testing.conformance` and `infer.testing.kits`. Whatever is not listed here may change without notice.
 `infer.__version__` is the installed version.
+"""
+HOOKS = """\
+Functions that a plugin's module may have, marked with `@infer.plugins.hookimpl`; the entry point in the group `infer` names the
+module. Each is called once, when a registry is built, and returns specs. The version is what a spec's `api` says today; the one
+before it is served too ([what is promised](stability.md)).\
 """
 
 
@@ -34,6 +40,8 @@ def render() -> str:
             page += entry(infer._home(name), name)
     page += ["### Errors", "", "| error | is a | meaning |", "| --- | --- | --- |"]
     page += [error_row(infer._home(name), name) for name in names if name.endswith("Error")]
+    page += ["", "## Hooks", "", HOOKS, "", "| hook | kind | version | meaning |", "| --- | --- | --- | --- |"]
+    page += hook_rows((ROOT / "src" / "infer" / "plugins" / "hookspecs.py").read_text("utf-8"))
     page += ["", "## infer.plugins", ""]
     for module, homes in infer.plugins._HOMES.items():
         for name in homes:
@@ -42,6 +50,9 @@ def render() -> str:
     for module, homes in infer.artifacts._HOMES.items():
         for name in homes:
             page += entry(f"infer.artifacts.{module}", name)
+    page += ["## infer.testing.conformance", ""]
+    for name in ("declared", "checks", "PluginTests"):
+        page += entry("infer.testing.conformance", name)
     page += ["## infer.testing.kits", ""]
     page += ["Checks that a correct plugin passes, as `Check(name, run)`.", "", "| kit | promise |", "| --- | --- |"]
     for path in sorted(KITS.glob("*.py")):
@@ -49,6 +60,16 @@ def render() -> str:
             checks = definition(f"infer.testing.kits.{path.stem}", "checks")
             page.append(f"| {code(f'{path.stem}.{head(checks)}')} | {module_summary(path)} |")
     return "\n".join(page) + "\n"
+
+
+def hook_rows(source: str) -> list[str]:
+    """A row for each hook in the source of `infer.plugins.hookspecs`."""
+    contracts = {contract.hook: (kind, contract.version) for kind, contract in CONTRACTS.items()}
+    hooks = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return [
+        f"| {code(head(hook))} | {contracts[hook.name][0]} | {contracts[hook.name][1]} | {summary(hook)} |"
+        for hook in hooks
+    ]
 
 
 def entry(module: str, name: str) -> list[str]:

@@ -35,7 +35,8 @@ _SAMPLING: tuple[tuple[str, Any, str], ...] = (
     ("ignore_eos", bool, "Go on after the model's end token."),
 )
 _METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", list[str]: "TEXT"}
-_COMMON = ("config_file", "debug", "log_level", "log_json", "quiet")
+SAMPLING = tuple(name for name, _, _ in _SAMPLING)
+COMMON = ("config_file", "debug", "log_level", "log_json", "quiet")
 
 
 def with_options(
@@ -56,7 +57,7 @@ def with_options(
 
         def wrapper(ctx: typer.Context, **values: Any) -> None:
             session: Session = ctx.obj
-            common = {name: values.pop(name) for name in _COMMON}
+            common = {name: values.pop(name) for name in COMMON}
             _apply(session, common)
             with logging_to(session):
                 chosen = {flag.setting: values.pop(_parameter(flag)) for flag in offered}
