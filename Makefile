@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 RESULTS := results/tests.json
 # The name of the stamp changes with what is to be installed, so a second run does nothing.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+# A CUDA build of torch brings the Triton it was made for; beside a CPU build the tests of the GPU kernels need one of their own.
+TRITON := triton==3.6.0
+TRITON_STAMP := $(VENV)/.installed-$(subst ==,-,$(TRITON))
 # Written with "=": pytest takes a separate word that exists for the place to look for conftest.py, and finds no options.
 PYTEST := $(BIN)/pytest tests --results=$(RESULTS) --fail-on-skip --durations=10
 
@@ -37,10 +40,10 @@ lint: $(STAMP)
 	$(BIN)/mypy tools $(filter-out examples/notebook_cell.py, $(wildcard examples/*.py))
 	$(BIN)/lint-imports
 
-test-fast: $(STAMP)
+test-fast: $(STAMP) $(TRITON_STAMP)
 	$(PYTEST) --results-run=test -m "not heavy and not gpu" -n $(JOBS) --dist loadfile
 
-test-heavy: $(STAMP)
+test-heavy: $(STAMP) $(TRITON_STAMP)
 	HYPOTHESIS_PROFILE=heavy $(PYTEST) --results-run=heavy -m "heavy and not gpu" --timeout 1800 -n $(JOBS) --dist loadfile
 
 status: $(STAMP)
@@ -60,7 +63,7 @@ docs: $(STAMP)
 	$(BIN)/python tools/field_reference.py
 	$(BIN)/python tools/schema_table.py
 
-install: $(STAMP)
+install: $(STAMP) $(TRITON_STAMP)
 
 $(STAMP):
 	@command -v $(PYTHON) >/dev/null || { \
@@ -76,6 +79,11 @@ $(STAMP):
 	@echo "Installing infer and its dependencies into $(VENV) (once; torch is the large one) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+$(TRITON_STAMP): $(STAMP)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing $(TRITON) for the tests of the GPU kernels (once) ..." && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TRITON)'; }
 	@touch $@
 
 clean:
