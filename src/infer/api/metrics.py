@@ -95,6 +95,7 @@ class EngineCollector(Collector):
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", now.prefix_hit_tokens)
         yield self._counter("infer_steps", "Steps scheduled.", now.steps)
         yield self._counter("infer_scheduled_tokens", "Tokens computed, prompt and output.", now.scheduled_tokens)
+        yield self._counter("infer_draft_tokens", "Output tokens that took no step of their own.", now.draft_tokens)
         ended = CounterMetricFamily(
             "vllm:request_success", "Choices that ended, by reason.", labels=(*_LABELS, "finished_reason")
         )

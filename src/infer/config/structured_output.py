@@ -19,6 +19,9 @@ class StructuredOutputSection(BaseModel):
     reasoning_parser: str = "auto"
     """Output parser whose reasoning marks a grammar waits for and thinking_budget closes; auto: by the chat template; none:
     the model does not reason."""
+    skip_forced_tokens: bool = True
+    """Compute a token that a grammar or thinking_budget leaves no choice about together with the one before it, instead of in
+    a step of its own. Tokens and log-probabilities are the same."""
     compile_timeout: Annotated[float, Field(gt=0, le=600)] = 10.0
     """Seconds a grammar may take to compile; then its request is refused."""
     max_source_bytes: Annotated[int, Field(ge=64, le=2**26), BeforeValidator(parse_bytes)] = 2**20

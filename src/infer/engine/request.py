@@ -29,7 +29,7 @@ class Request:
     """A sequence being generated.
 
     `token_ids` are the prompt and the accepted output. `num_computed` counts positions handed to the worker, those in
-    flight included; `num_in_flight` counts samples that will come back. Between steps
+    flight included; `num_in_flight` counts output tokens that will come back. Between steps
     num_computed <= len(token_ids) + num_in_flight.
     """
 
@@ -41,6 +41,7 @@ class Request:
         "capture_id",
         "choice_index",
         "deadline",
+        "drafts",
         "ended_at",
         "error",
         "finish_reason",
@@ -114,7 +115,9 @@ class Request:
         self.num_computed = 0
         self.num_in_flight = 0
         self.num_discarded = 0
-        """Of the samples in flight, how many (the oldest) are void."""
+        """Of the tokens in flight, how many (the oldest) are void."""
+        self.drafts: Sequence[int] = ()
+        """Ids that the worker knows to come behind `token_ids`; none is accepted before its own step is back."""
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None
         self.num_prompt_logprobs = 0
@@ -147,8 +150,14 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Samples in flight that will be accepted."""
+        """Tokens in flight that will be accepted."""
         return self.num_in_flight - self.num_discarded
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that the next step can feed behind the tokens in flight, with room for the one it draws."""
+        room = self.max_tokens - self.num_output - self.num_pending - 1
+        return max(0, min(len(self.drafts) - self.num_pending, room))
 
     @property
     def num_to_compute(self) -> int:
@@ -179,6 +188,7 @@ class Request:
         """WAITING -> RUNNING: the request holds a slot and `num_cached` computed tokens."""
         self.status = Status.RUNNING
         self.slot = slot
+        self.drafts = ()
         self.num_computed = num_cached
         self.started_step = step_id
         if self.num_cached_tokens is None:
@@ -186,14 +196,14 @@ class Request:
             self.first_scheduled_at = now
 
     def preempt(self) -> None:
-        """RUNNING -> WAITING: everything is to be computed again; samples in flight still count."""
+        """RUNNING -> WAITING: everything is to be computed again; tokens in flight still count."""
         self.status = Status.WAITING
         self.slot = -1
         self.num_computed = 0
         self.num_preemptions += 1
 
     def discard_in_flight(self) -> None:
-        """Samples in flight are void (their input was)."""
+        """Tokens in flight are void (their input was)."""
         self.num_discarded = self.num_in_flight
 
     def accept(self, token_ids: Sequence[int], weight_version: int = 0, *, complete: bool = False) -> int:
@@ -218,6 +228,11 @@ class Request:
                 self.finish("length")
                 return count
         return len(token_ids)
+
+    def expect(self, drafts: Sequence[int]) -> None:
+        """What the worker knows to come next. Behind an id that may end the request nothing is worth a computation."""
+        end = next((place for place, token_id in enumerate(drafts) if token_id in self.stop_ids), None)
+        self.drafts = drafts if end is None else drafts[:end]
 
     def finish(
         self, reason: FinishReason, stop_reason: int | str | None = None, error: Exception | None = None

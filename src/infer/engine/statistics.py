@@ -17,6 +17,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     steps: int
     scheduled_tokens: int
+    draft_tokens: int
+    """Of those, output tokens that took no step of their own: a grammar left no choice about them."""
     finished_requests: int
     """Choices, n of a request counted n times."""
     preemptions: int
@@ -41,6 +43,7 @@ def statistics(scheduler: Scheduler) -> EngineStatistics:
         waiting=len(scheduler.waiting),
         steps=scheduler.stats.steps,
         scheduled_tokens=scheduler.stats.scheduled_tokens,
+        draft_tokens=scheduler.stats.draft_tokens,
         finished_requests=scheduler.stats.finished,
         preemptions=scheduler.stats.preemptions,
         prefix_queried_tokens=scheduler.kv.stats.queried,

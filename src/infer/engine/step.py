@@ -157,6 +157,9 @@ class StepPlan(msgspec.Struct):
     computed once). The result's lists continue with the forks, in this order."""
     copies: list[tuple[int, int, int]] = msgspec.field(default_factory=list)
     """(KV group, source block, destination block), copied after the forward pass: the last prompt block of a fork."""
+    drafts: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """(row, n): the row's last n tokens are the first n of the drafts that the worker told of its slot. The result brings
+    them, and one more that is drawn behind them."""
 
     aux: AuxPlan | None = None
 
@@ -200,16 +203,19 @@ class StepResult(msgspec.Struct):
 
     step_id: int
     token_ids: list[list[int]]
-    """Per row: the sampled ids (one, or none for a prefill chunk; several with speculation later)."""
+    """Per row: its drafts that were accepted, then the sampled id; nothing for a prefill chunk."""
     logprobs: list[list[PositionLogprobs] | None]
     """Per row: one entry per sampled id where the row asked for logprobs."""
     prompt_logprobs: dict[int, list[PositionLogprobs]] = msgspec.field(default_factory=dict)
     """Row index -> entries for the prompt positions predicted in this step, in order (positions start+1 ...)."""
     errors: dict[int, str] = msgspec.field(default_factory=dict)
-    """Row index -> why that row alone failed (for example "logits hold NaN"). Such a row has no token, or the one that its
-    grammar could not take."""
+    """Row index -> why that row alone failed (for example "logits hold NaN"). Such a row has no token but its drafts, or the
+    one that its grammar could not take."""
     complete: set[int] = msgspec.field(default_factory=set)
     """Indices of rows whose grammar is complete with the token of this step: nothing may follow."""
+    drafts: dict[int, list[int]] = msgspec.field(default_factory=dict)
+    """Index in the result's lists -> ids that come behind the row's last one, as all steps so far have left it. A later plan
+    may feed them (`StepPlan.drafts`); none is accepted before it was fed."""
     aux: dict[int, AuxRows] = msgspec.field(default_factory=dict)
     """Index in the result's lists -> captured rows of that request."""
     aux_refused: list[tuple[str, bytes, int]] = msgspec.field(default_factory=list)

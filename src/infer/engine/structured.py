@@ -61,6 +61,10 @@ class GrammarStore:
         self._slots: anyio.CapacityLimiter | None = None
 
     @property
+    def skip_forced_tokens(self) -> bool:
+        return self._section.skip_forced_tokens
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """The tokens as grammars see them, made when first asked for. Raises `GrammarError` when there are none."""
         with self._lock:

@@ -84,6 +84,8 @@ class FakeWorker:
         if failure is not None:
             for slot in plan.slots:
                 self._rows[slot].void = True
+        for index, count in plan.drafts:
+            self._feed(self._rows[plan.slots[index]], count)
         if self.check:
             self._write_all(plan)
         result = self._sample_all(plan)
@@ -111,6 +113,16 @@ class FakeWorker:
                 raise PlanViolation(f"slot {admission.slot} is guided, and this worker has no grammars")
             outputs = admission.token_ids[admission.prompt_len :]
             self._rows[admission.slot].guide = make_guide(admission.sampling, outputs, self.grammars)
+
+    def _feed(self, row: _Row, count: int) -> None:
+        """Drafts are known tokens from here on."""
+        drafts = [0] * count if row.void else [] if row.guide is None else row.guide.drafts[:count]
+        if len(drafts) < count:
+            raise PlanViolation(f"{count} drafts are to be fed and {len(drafts)} were told")
+        row.token_ids += drafts
+        if row.guide is not None and not row.void:
+            for token_id in drafts:
+                row.guide.accept(token_id)
 
     def _write_all(self, plan: StepPlan) -> None:
         """All rows write before any row reads, as in each layer of a model."""
@@ -161,10 +173,11 @@ class FakeWorker:
 
     def _sample_all(self, plan: StepPlan) -> StepResult:
         result = StepResult(step_id=plan.step_id, token_ids=[], logprobs=[])
-        num_rows = len(plan.slots)
+        num_rows, num_fed = len(plan.slots), dict(plan.drafts)
         for index, slot in enumerate([*plan.slots, *(slot for _, slot in plan.forks)]):
             row = self._rows[slot]
-            tokens: list[int] = []
+            fed = num_fed.get(index, 0)
+            tokens = row.token_ids[len(row.token_ids) - fed :]
             if index >= num_rows:
                 self._check_fork(plan, row, plan.forks[index - num_rows][0])
             if index >= num_rows or plan.samples[index]:
@@ -173,10 +186,10 @@ class FakeWorker:
                     result.errors[index] = error
                     row.token_ids.append(0)  # what a real worker leaves behind: steps in flight build on it
                 else:
-                    tokens = [0 if row.void else self._next(row)]
-                    row.token_ids += tokens
+                    tokens.append(0 if row.void else self._next(row))
+                    row.token_ids.append(tokens[-1])
                     if row.guide is not None and not row.void:
-                        self._follow(row.guide, tokens[0], index, result)
+                        self._follow(row.guide, tokens[-1], index, result)
             result.token_ids.append(tokens)
             wants = row.sampling.logprobs is not None and tokens
             result.logprobs.append([_told(token, row, drawn=True) for token in tokens] if wants else None)
@@ -205,6 +218,10 @@ class FakeWorker:
             result.errors[index] = guide.failure
         elif guide.is_complete:
             result.complete.add(index)
+        else:
+            guide.prepare()
+            if guide.drafts:
+                result.drafts[index] = guide.drafts
 
 
 def _told(token_id: int, row: _Row, *, drawn: bool) -> PositionLogprobs:

@@ -87,6 +87,7 @@ async def test_counters_equal_the_counts_of_the_replies() -> None:
     assert got["vllm:inter_token_latency_seconds_count", ""] == output_tokens - 7
     assert got["vllm:iteration_tokens_total_sum", ""] == got["infer_scheduled_tokens_total", ""]
     assert got["vllm:iteration_tokens_total_count", ""] == got["infer_steps_total", ""]
+    assert got["infer_draft_tokens_total", ""] == 0
     assert got["vllm:num_requests_running", ""] == got["vllm:num_requests_waiting", ""] == 0
 
 

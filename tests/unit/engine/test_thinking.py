@@ -107,6 +107,7 @@ class Digits:
 
 
 class Grammars:
+    skip_forced_tokens = False
     vocabulary = Vocabulary(
         tokens=TOKENS,
         special_ids=frozenset({START_ID, END_ID, EOS_ID}),

@@ -29,12 +29,14 @@ class ScheduledStep:
     published: list[Key] = field(default_factory=list)
     """Objects of captured rows that exist on the word that this step computes them."""
 
-    def outcomes(self) -> Iterator[tuple[int, Request, bool]]:
-        """(index in the result's lists, request, whether a token was drawn), rows first, then forks."""
+    def outcomes(self) -> Iterator[tuple[int, Request, int]]:
+        """(index in the result's lists, request, tokens that it was to bring: drafts and the drawn one), rows first, then
+        forks."""
+        drafts = dict(self.plan.drafts)
         for row, request in enumerate(self.requests):
-            yield row, request, bool(self.plan.samples[row])
+            yield row, request, self.plan.samples[row] and 1 + drafts.get(row, 0)
         for index, request in enumerate(self.forked, start=len(self.requests)):
-            yield index, request, True
+            yield index, request, 1
 
 
 class StepDraft:
@@ -46,22 +48,25 @@ class StepDraft:
         self.requests: list[Request] = []
         self.counts: list[int] = []
         self.samples: list[int] = []
+        self.drafts: list[int] = []
         self.admissions: list[SlotAdmission] = []
         self.new_blocks: list[tuple[Request, int, list[int]]] = []
         self.forked: list[tuple[Request, Request]] = []
         self.copies: list[tuple[int, int, int]] = []
         self.preempted = False
 
-    def add(self, request: Request, count: int) -> None:
-        """Take a row: the request's next `count` tokens, which sample when they reach the last known one."""
+    def add(self, request: Request, count: int, num_drafts: int = 0) -> None:
+        """Take a row: the request's next `count` tokens, which sample when they reach the last known one; then of its drafts
+        the next `num_drafts`."""
         sample = request.num_to_compute == count
-        request.num_computed += count
+        request.num_computed += count + num_drafts
         if sample:
-            request.num_in_flight += 1
+            request.num_in_flight += 1 + num_drafts
         self.requests.append(request)
-        self.counts.append(count)
+        self.counts.append(count + num_drafts)
         self.samples.append(sample)
-        self.budget -= count
+        self.drafts.append(num_drafts)
+        self.budget -= count + num_drafts
 
     def fork(self, parent: Request, child: Request, copies: list[tuple[int, int, int]]) -> None:
         """The child draws from the logits of the parent's row. Only after the last preemption of the step."""
@@ -77,7 +82,7 @@ class StepDraft:
         del self.requests[index]
         count = self.counts.pop(index)
         self.budget += count
-        request.num_in_flight -= self.samples.pop(index)
+        request.num_in_flight -= self.samples.pop(index) + self.drafts.pop(index)
         request.num_computed -= count
         self.new_blocks = [item for item in self.new_blocks if item[0] is not request]
         return True
@@ -96,4 +101,5 @@ class StepDraft:
             freed_slots=freed_slots,
             forks=[(requests.index(parent), child.slot) for parent, child in self.forked],
             copies=self.copies,
+            drafts=[(row, count) for row, count in enumerate(self.drafts) if count],
         )

@@ -29,6 +29,8 @@ class SchedulerStats:
 
     steps: int = 0
     scheduled_tokens: int = 0
+    draft_tokens: int = 0
+    """Of those, output tokens that took no step of their own."""
     preemptions: int = 0
     finished: int = 0
 
@@ -128,6 +130,7 @@ class Scheduler:
         self.stats.steps += 1
         num_tokens = self.config.max_num_batched_tokens - draft.budget
         self.stats.scheduled_tokens += num_tokens
+        self.stats.draft_tokens += sum(draft.drafts)
         self.metrics.step_tokens.observe(num_tokens)
         return step
 
@@ -140,11 +143,14 @@ class Scheduler:
             count = request.num_to_compute
             if count <= 0 or request.num_output + request.num_pending >= request.max_tokens:
                 continue  # its last token is in flight
+            num_drafts = 0
             if count > 1:
                 count = min(count, self._chunk_limit(count), draft.budget)
-            target = request.num_computed + count
+            elif request.drafts:  # they must not take the budget of those behind it
+                num_drafts = max(0, min(request.num_drafts, draft.budget - len(self.running)))
+            target = request.num_computed + count + num_drafts
             if self.kv.has_room(request, target) or self._grow(request, target, draft):
-                draft.add(request, count)
+                draft.add(request, count, num_drafts)
 
     def _grow(self, request: Request, target: int, draft: StepDraft) -> bool:
         """Blocks for the request, at the cost of the policy's victims; False when it was a victim itself."""
@@ -253,9 +259,9 @@ class Scheduler:
         now = self._clock()
         for row, request, drawn in step.outcomes():
             if drawn:
-                request.num_in_flight -= 1
+                request.num_in_flight -= drawn
                 if request.num_discarded:
-                    request.num_discarded -= 1
+                    request.num_discarded -= drawn
                     continue
             if request.status is Status.FINISHED:
                 continue
@@ -263,7 +269,7 @@ class Scheduler:
             reason = result.errors.get(row) or ("the step drew no token for it" if drawn and not token_ids else None)
             if reason is not None:
                 request.finish("error", error=SamplingError(f"request {request.request_id!r}: {reason}"))
-                request.accept(token_ids, step.weight_version)  # the one its grammar could not take
+                request.accept(token_ids, step.weight_version)  # the last may be the one its grammar could not take
                 ended.append(request)
                 request.deliver(token_ids, result.logprobs[row])
                 continue
@@ -275,6 +281,7 @@ class Scheduler:
                 self.metrics.produced(request, kept, now)
                 if self.aux is not None:
                     self.aux.accept(request, row, step, result)
+                request.expect(result.drafts.get(row, ()))
             logprobs = result.logprobs[row]
             request.deliver(
                 token_ids if kept == len(token_ids) else token_ids[:kept],
@@ -302,8 +309,8 @@ class Scheduler:
         failed: list[Request] = []
         for _, request, drawn in step.outcomes():
             if drawn:
-                request.num_in_flight -= 1
-                request.num_discarded = max(0, request.num_discarded - 1)
+                request.num_in_flight -= drawn
+                request.num_discarded = max(0, request.num_discarded - drawn)
             if request.status is not Status.FINISHED:
                 reason = StepError(f"step {step.plan.step_id} failed: {type(error).__name__}: {error}")
                 reason.__cause__ = error

@@ -63,4 +63,4 @@ def _prepare(guides: Sequence[Guide]) -> None:
         try:
             guide.prepare()
         except Exception as error:  # a backend's own fault ends that row alone
-            guide.failure = f"its grammar backend failed: {type(error).__name__}: {error}"
+            guide.fail(f"its grammar backend failed: {type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ Runs in the worker thread; the only writer of slot rows. A plan carries what is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class StepRows:
     num_decode_rows: int
     forks: list[tuple[int, int]]
     """As in the plan: (plan row, slot)."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Place in the plan -> ids of the row's last tokens, which the result brings."""
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class InputBatch:
             self._append_blocks(slot, group, block_ids)
 
     def arrange(self, plan: StepPlan) -> StepRows:
-        """Order the plan's rows for the forward pass."""
+        """Order the plan's rows for the forward pass, and write the drafts that it feeds."""
         slots, starts, counts = (np.array(values, dtype=np.int64) for values in (plan.slots, plan.starts, plan.counts))
         samples = np.array(plan.samples, dtype=np.bool_)
         num_rows = len(slots)
@@ -133,6 +135,7 @@ class InputBatch:
             query_starts=np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts))),
             num_decode_rows=int((counts == 1).sum()),
             forks=plan.forks,
+            drafts={row: self._feed(plan, row, count) for row, count in plan.drafts},
         )
 
     def draws(self, rows: StepRows, errors: dict[int, str]) -> Draws:
@@ -207,6 +210,16 @@ class InputBatch:
                 found.append((i, self._tokens[slot, start + 1 : stop + 1].to(torch.int64)))
         return found
 
+    def draft_logprob_rows(self, rows: StepRows) -> list[tuple[int, int, Tensor]]:
+        """(row, place of its first, [n] the drafts) of each row whose drafts' log-probabilities were asked for; the step's n
+        tokens from that place on predict them."""
+        found: list[tuple[int, int, Tensor]] = []
+        for i in [i for i, place in enumerate(rows.plan_rows.tolist()) if place in rows.drafts]:
+            if self._features[rows.slots[i]] & Feature.LOGPROBS:
+                drafts = torch.tensor(rows.drafts[int(rows.plan_rows[i])], device=self._device)
+                found.append((i, int(rows.query_starts[i + 1]) - 1 - len(drafts), drafts))
+        return found
+
     def row(self, slot: int) -> SamplingRow:
         """The sampling state of an occupied slot."""
         row = self._rows[slot]
@@ -245,6 +258,18 @@ class InputBatch:
             if guide is not None:
                 found.append((k, guide))
         return found
+
+    def _feed(self, plan: StepPlan, plan_row: int, count: int) -> list[int]:
+        """Accept the first drafts of a row and store them where the forward pass reads them."""
+        slot, end = plan.slots[plan_row], plan.starts[plan_row] + plan.counts[plan_row]
+        row = self.row(slot)
+        drafts = [] if row.guide is None else row.guide.drafts[:count]
+        if len(drafts) < count:
+            raise IndexError(f"slot {slot} is to be fed {count} drafts and has {len(drafts)}")
+        for token_id in drafts:
+            row.accept(token_id)
+        self._tokens[slot, end - count : end] = torch.tensor(drafts, dtype=torch.int32)
+        return drafts
 
     def _attention(self, group: int, rows: StepRows, slot_of_token: Ints, positions: Ints) -> AttentionMetadata:
         table, size = self._tables[group], self._block_size

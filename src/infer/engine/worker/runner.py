@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.config.resolve import ResolvedConfig
-from infer.engine.sampling.guide import Grammars
+from infer.engine.sampling.guide import Grammars, Guide
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.processor_row import Processors
 from infer.engine.sampling.row import SamplingRow
@@ -168,6 +168,7 @@ class Runner:
         for i, values in entries.items():
             if i not in errors:
                 result.prompt_logprobs[int(rows.plan_rows[i])] = values
+        errors.update(self._take_drafts(rows, hidden, result))
         result.errors.update((int(rows.plan_rows[i]), reason) for i, reason in errors.items())
         result.errors.update(self._batch.fork_errors(rows, result.errors))
         draws = self._batch.draws(rows, errors)
@@ -183,13 +184,14 @@ class Runner:
             if k in sampled.errors:
                 result.errors[index] = sampled.errors[k]
                 continue
-            result.token_ids[index] = [sampled.token_ids[k]]
+            result.token_ids[index].append(sampled.token_ids[k])
             if k in sampled.logprobs:
-                result.logprobs[index] = [sampled.logprobs[k]]
+                result.logprobs[index] = [*(result.logprobs[index] or ()), sampled.logprobs[k]]
         self._follow(draws, sampled, result)
 
     def _follow(self, draws: Draws, sampled: Sampled, result: StepResult) -> None:
-        """What the guided rows' tokens mean to their grammars; their next masks are begun."""
+        """What the guided rows' tokens mean to their grammars; their next masks are begun, and the drafts told."""
+        looking: list[tuple[int, Guide]] = []
         for k, guide in self._batch.guided(draws):
             index = int(draws.results[k])
             if k in sampled.errors:
@@ -200,7 +202,12 @@ class Runner:
                 result.complete.add(index)
             else:
                 self._guides.drawn(guide)
+                if guide.looks_ahead:
+                    looking.append((index, guide))
         self._guides.ahead()
+        if looking:
+            self._guides.wait()
+            result.drafts = {index: drafts for index, guide in looking if (drafts := guide.drafts)}
 
     def _copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         """Blocks that forks own: the incomplete last block of a shared prompt."""
@@ -214,31 +221,53 @@ class Runner:
     def _good(sampled: Sampled) -> list[int]:
         return [k for k, token_id in enumerate(sampled.token_ids) if token_id != NO_TOKEN]
 
+    def _take_drafts(self, rows: StepRows, hidden: Tensor, result: StepResult) -> dict[int, str]:
+        """The drafts that were fed are part of the result. Returns the rows whose log-probabilities cannot be told."""
+        failed: dict[int, str] = {}
+        for plan_row, drafts in rows.drafts.items():
+            result.token_ids[plan_row] = list(drafts)
+        for i, first, targets in self._batch.draft_logprob_rows(rows):
+            row, plan_row = self._batch.row(int(rows.slots[i])), int(rows.plan_rows[i])
+            entries = self._scored(hidden, first, targets, row, row.spec.logprobs or 0)
+            if entries is None:
+                failed[i] = "logits hold NaN or no finite value"
+                result.token_ids[plan_row] = []
+            result.logprobs[plan_row] = entries
+        return failed
+
     def _prompt_logprobs(
         self, rows: StepRows, hidden: Tensor
     ) -> tuple[dict[int, list[PositionLogprobs]], dict[int, str]]:
-        """Entries per row, and rows that failed; a fixed number of logits rows is in memory at a time."""
+        """Entries per row, and rows that failed."""
         entries: dict[int, list[PositionLogprobs]] = {}
         failed: dict[int, str] = {}
-        step, size = prompt_rows(self._vocab_size), chunk_rows(self._vocab_size)
         for i, targets in self._batch.prompt_logprob_rows(rows):
             row = self._batch.row(int(rows.slots[i]))
-            first = int(rows.query_starts[i])
-            entries[i] = []
-            for begin in range(0, len(targets), step):
-                part = targets[begin : begin + step]
-                tokens = torch.arange(first + begin, first + begin + len(part), device=hidden.device)
-                logits = self._loaded().logits(hidden, tokens)
-                if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-                    failed[i] = "logits of a prompt position hold NaN or no finite value"
-                    break
-                for k in range(0, len(part), size):
-                    entries[i] += _prompt_entries(logits[k : k + size], part[k : k + size], row)
+            scored = self._scored(hidden, int(rows.query_starts[i]), targets, row, row.spec.prompt_logprobs or 0)
+            if scored is None:
+                failed[i] = "logits of a prompt position hold NaN or no finite value"
+            entries[i] = scored or []
         return entries, failed
 
+    def _scored(
+        self, hidden: Tensor, first: int, targets: Tensor, row: SamplingRow, top: int
+    ) -> list[PositionLogprobs] | None:
+        """Entries of tokens that are known ([n] `targets`), predicted by the step's n tokens from `first` on; None where the
+        model's logits are no numbers. A fixed number of logits rows is in memory at a time."""
+        entries: list[PositionLogprobs] = []
+        step, size = prompt_rows(self._vocab_size), chunk_rows(self._vocab_size)
+        for begin in range(0, len(targets), step):
+            part = targets[begin : begin + step]
+            tokens = torch.arange(first + begin, first + begin + len(part), device=hidden.device)
+            logits = self._loaded().logits(hidden, tokens)
+            if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
+                return None
+            for k in range(0, len(part), size):
+                entries += _raw_entries(logits[k : k + size], part[k : k + size], row, top)
+        return entries
 
-def _prompt_entries(logits: Tensor, targets: Tensor, row: SamplingRow) -> list[PositionLogprobs]:
-    top = row.spec.prompt_logprobs or 0
+
+def _raw_entries(logits: Tensor, targets: Tensor, row: SamplingRow, top: int) -> list[PositionLogprobs]:
     count = len(targets)
     return position_logprobs(
         logits,
