@@ -94,10 +94,7 @@ def attention(
     splits = _num_splits(device, tiles * columns, longest, decode=most_queries == 1, invariant=invariant)
     mode = STORED if splits > 1 else INSIDE if invariant else WHOLE
     out = torch.empty((tokens, heads, value_size), dtype=q.dtype, device=q.device)
-    parts = (
-        torch.empty((tokens, heads, splits, value_size), dtype=torch.float32, device=q.device) if splits > 1 else out
-    )
-    sums = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=q.device) if splits > 1 else out
+    parts, sums = (out, out) if splits == 1 else _part_buffers(q, splits, value_size)
     eight_bits = k_cache.dtype == torch.float8_e4m3fn
     if eight_bits and not device.native_fp8:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
@@ -152,6 +149,15 @@ def attention(
     if splits > 1:
         _merge(launch, parts, sums, out, scales[1])
     return out
+
+
+def _part_buffers(q: Tensor, splits: int, value_size: int) -> tuple[Tensor, Tensor]:
+    """Weighted values [T, H, splits, D'], and highest scores and sums [T, H, splits, 2], of parts of the keys."""
+    shape = (*q.shape[:2], splits)
+    return (
+        torch.empty((*shape, value_size), dtype=torch.float32, device=q.device),
+        torch.empty((*shape, 2), dtype=torch.float32, device=q.device),
+    )
 
 
 def _merge(launch: Launch, parts: Tensor, sums: Tensor, out: Tensor, out_scale: float) -> None:
