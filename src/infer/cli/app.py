@@ -16,6 +16,7 @@ from infer.cli.batch import batch
 from infer.cli.bench import build_bench
 from infer.cli.chat import chat
 from infer.cli.complete import complete
+from infer.cli.kernels import build_kernels
 from infer.cli.plugins import plugins
 from infer.cli.pull import pull
 from infer.cli.run import run
@@ -56,6 +57,7 @@ def build_app() -> typer.Typer:
         app.command(command.__name__)(command)
     app.add_typer(build_bench())
     app.add_typer(build_artifact())
+    app.add_typer(build_kernels())
     return app
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from infer.config.artifacts import ArtifactsSection
 from infer.config.capture import CaptureSection
+from infer.config.cpus import parse_cpus
 from infer.config.env import read_environment
 from infer.config.listeners import check_listeners
 from infer.config.structured_output import StructuredOutputSection
@@ -117,10 +118,24 @@ class PlatformSection(Section):
     name: str = "auto"
     """Platform plugin; auto takes the available one with the highest priority."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of one step; None: the CPUs this process may use."""
+    """CPU threads of one step; None: the CPUs this process may use, or those of `cpus`."""
+    cpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, BeforeValidator(parse_cpus)] = None
+    """CPUs that the threads of a step run on, as a list or as "0-3,8"; None: where the system puts them. On a machine with
+    several memory nodes name CPUs of one: weights lie where the thread that loads them runs."""
+    kernels: str | None = None
+    """Directory of libraries that `infer kernels build` has made, one of which is loaded; None: kernels are built for this CPU
+    when they are first needed."""
     graphs: bool = True
     """Record the operations of a decode step and repeat them without Python between, where the platform can. Results are
     the same."""
+
+    @model_validator(mode="after")
+    def _check_cpus(self) -> Self:
+        if self.cpus is not None and (not self.cpus or len(set(self.cpus)) < len(self.cpus)):
+            raise ValueError("cpus must name at least one CPU, and each once")
+        if self.cpus is not None and self.threads is not None and self.threads > len(self.cpus):
+            raise ValueError(f"threads={self.threads} are more than the {len(self.cpus)} CPUs of cpus")
+        return self
 
 
 class NumericsSection(Section):

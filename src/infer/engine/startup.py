@@ -16,7 +16,7 @@ import anyio
 
 from infer.artifacts.destination import check_targets
 from infer.config.cache_dtype import choose_cache_dtype
-from infer.config.engine import EngineConfig
+from infer.config.engine import EngineConfig, PlatformSection
 from infer.config.env import Environment, read_environment
 from infer.config.memory_plan import format_memory_plan
 from infer.config.model import ModelConfig
@@ -188,6 +188,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
         expand_quantized=expands_quantized(config),
         quantization=quantization,
         progress=progress,
+        stated=_stated(platform),
     )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)
@@ -203,6 +204,16 @@ def check_named(config: EngineConfig, registry: Registry) -> None:
         registry.get("stat_logger", name)
     for name in config.api.endpoints:
         registry.get("endpoint", name)
+
+
+def _stated(section: PlatformSection) -> dict[str, Any]:
+    """Settings that only some platforms take, where they are given."""
+    stated: dict[str, Any] = {}
+    if section.cpus is not None:
+        stated["cpus"] = section.cpus
+    if section.kernels is not None:
+        stated["kernels"] = Path(section.kernels).expanduser()
+    return stated
 
 
 def guidance_parts(

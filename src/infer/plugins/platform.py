@@ -43,6 +43,13 @@ class PlatformSpec:
     compiles: bool = False
     """The factory also takes `cache_dir: Path`, a directory that keeps what is compiled for this machine, and
     `progress: ProgressCallback | None`, which is told before a build that takes seconds."""
+    settings: tuple[str, ...] = ()
+    """Which of the settings of section `platform` that only some have the factory takes, by their names: "cpus" (`cpus:
+    tuple[int, ...]`, those its threads run on) and "kernels" (`kernels: Path`, a directory that `prebuild` has filled). They
+    are given when the operator states them."""
+    prebuild: str | None = None
+    """"module:attr", called as `prebuild(directory: Path, levels: tuple[str, ...], progress) -> list[Path]` by `infer kernels
+    build`: what the factory would compile, for other machines; no levels: for all it knows. None: nothing to build."""
     example: dict[str, Any]
     """Keyword arguments for the factory under the conformance kit, e.g. {"threads": 1}."""
 

@@ -6,6 +6,7 @@ import pytest
 
 from infer.config.engine import EngineConfig, setting_names
 from infer.config.flags import ALIASES, REFUSED, flags, nest, refusal
+from infer.errors import ConfigError
 
 VLLM_SERVE = [
     "model",
@@ -131,3 +132,29 @@ def test_nest_leaves_out_what_was_not_given() -> None:
     assert settings == {"cache": {"memory": "2GiB"}, "scheduler": {"max_num_seqs": "3"}}
     config = EngineConfig(**settings)
     assert (config.cache.memory, config.scheduler.max_num_seqs) == (2**31, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0-3,8", (0, 1, 2, 3, 8)), ("5", (5,)), (" 2 , 0 ", (2, 0)), ([4, 1], (4, 1)), ("7-7", (7,))]
+)
+def test_cpus_are_a_list_or_ranges(text: object, cpus: tuple[int, ...]) -> None:
+    assert EngineConfig(platform={"cpus": text}).platform.cpus == cpus
+
+
+@pytest.mark.parametrize(
+    ("platform", "words"),
+    [
+        ({"cpus": "3-1"}, "no range of CPUs"),
+        ({"cpus": "0-99999"}, "no range of CPUs"),
+        ({"cpus": "0-" + "9" * 40}, "neither a CPU nor a range"),
+        ({"cpus": "a"}, "neither a CPU nor a range"),
+        ({"cpus": "1-2-3"}, "neither a CPU nor a range"),
+        ({"cpus": ""}, "at least one CPU"),
+        ({"cpus": "1,1"}, "each once"),
+        ({"cpus": [-1]}, "greater than or equal to 0"),
+        ({"cpus": "0-1", "threads": 3}, "threads=3 are more than the 2 CPUs"),
+    ],
+)
+def test_what_is_no_list_of_cpus_is_refused(platform: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(platform=platform)

@@ -46,8 +46,8 @@ def build_library(cache_dir: Path, progress: ProgressCallback | None = None) -> 
     compiler = find_compiler()
     if compiler is None:
         raise ConfigError(
-            "the native CPU kernels need a C++ compiler (g++ or clang++) and none is on the path; install one or set "
-            "platform.name=reference",
+            "the native CPU kernels need a C++ compiler (g++ or clang++) and none is on the path; install one, name "
+            "prebuilt ones (platform.kernels) or set platform.name=reference",
             fields=("platform.name",),
         )
     library = cache_dir / "kernels" / f"infer-cpu-{_key(compiler)}.so"
@@ -158,8 +158,8 @@ def _run(command: Sequence[str]) -> None:
             return
         reason = _gist(done.stderr) or f"exit status {done.returncode} without a word"
     raise ConfigError(
-        f"{Path(command[0]).name} cannot build the native CPU kernels: {reason}; update the compiler or set "
-        "platform.name=reference",
+        f"{Path(command[0]).name} cannot build the native CPU kernels: {reason}; update the compiler, name prebuilt ones "
+        "(platform.kernels) or set platform.name=reference",
         fields=("platform.name",),
     )
 

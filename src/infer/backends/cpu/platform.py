@@ -9,21 +9,23 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from infer.backends.cpu.build import build_library, find_compiler
 from infer.backends.cpu.library import Library
 from infer.backends.cpu.ops import make_kernels, make_ops
+from infer.backends.cpu.prebuilt import kernel_library
 from infer.backends.cpu.tape import Arena, Tape, record
 from infer.backends.reference import memory
+from infer.backends.reference.affinity import run_on
 from infer.backends.reference.platform import inference, torch_fingerprint
 from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
+from infer.errors import ConfigError
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.model_source import ProgressCallback
 from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
@@ -37,11 +39,26 @@ class NativePlatform:
 
     name = "cpu"
 
-    def __init__(self, threads: int | None, cache_dir: Path, progress: ProgressCallback | None = None) -> None:
+    def __init__(
+        self,
+        threads: int | None,
+        cache_dir: Path,
+        progress: ProgressCallback | None = None,
+        cpus: Sequence[int] | None = None,
+        kernels: Path | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
+        library = kernel_library(cache_dir, kernels, progress)
+        self._let_go = run_on(cpus)
         self.threads = threads if threads is not None else min(torch.get_num_threads(), memory.usable_cpus())
-        library = build_library(cache_dir, progress)
-        self._library = Library(library, self.threads)
+        try:
+            self._library = Library(library, self.threads)
+        except OSError as error:
+            self._let_go()
+            raise ConfigError(
+                f"the kernels {library} cannot be loaded: {error}; delete the file and start again",
+                fields=("platform.name",),
+            ) from error
         self._fingerprint = f"{library.stem.removeprefix('infer-')} {torch_fingerprint()}"  # named by its content
         self._scratch = Scratch()
         self._kernels = make_kernels(self._library, self._scratch)
@@ -93,29 +110,32 @@ class NativePlatform:
         self._scratch.release()
         self._arena.release()
         self._library.close()
+        self._let_go()
         memory.return_free_memory()
 
 
 def create(
-    threads: int | None = None, cache_dir: Path | None = None, progress: ProgressCallback | None = None
+    threads: int | None = None,
+    cache_dir: Path | None = None,
+    progress: ProgressCallback | None = None,
+    cpus: Sequence[int] | None = None,
+    kernels: Path | None = None,
 ) -> NativePlatform:
     """Without `cache_dir` the library is kept in a folder of this user's own under the temporary directory."""
     if cache_dir is not None:
-        return NativePlatform(threads, cache_dir, progress)
+        return NativePlatform(threads, cache_dir, progress, cpus, kernels)
     folder = Path(tempfile.gettempdir()) / f"infer-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
-        return NativePlatform(threads, folder, progress)
+        return NativePlatform(threads, folder, progress, cpus, kernels)
     with tempfile.TemporaryDirectory(prefix="infer-kernels-") as private:  # a loaded library needs its file no more
-        return NativePlatform(threads, Path(private), progress)
+        return NativePlatform(threads, Path(private), progress, cpus, kernels)
 
 
 def probe() -> Probe:
     if not sys.platform.startswith("linux"):
-        return Probe(False, "native kernels are built on Linux")
-    if find_compiler() is None:
-        return Probe(False, "no C++ compiler (g++ or clang++) is on the path")
+        return Probe(False, "native kernels are for Linux")
     return Probe(True)
 
 
@@ -129,6 +149,8 @@ def infer_platforms() -> list[PlatformSpec]:
             probe=f"{__name__}:probe",
             priority=10,
             compiles=True,
+            settings=("cpus", "kernels"),
+            prebuild="infer.backends.cpu.prebuilt:build_prebuilt",
             example={"threads": 2},
         )
     ]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from infer.backends.reference import activation, attention, kv, linear, memory, moe, norm, rotary
+from infer.backends.reference.affinity import run_on
 from infer.backends.reference.scratch import Scratch
 from infer.config.platform import PlatformLimits
 from infer.plugins.hookspecs import hookimpl
@@ -78,10 +79,11 @@ class ReferencePlatform:
 
     name = "reference"
 
-    def __init__(self, threads: int | None = None, *, device: str = "cpu") -> None:
+    def __init__(self, threads: int | None = None, *, device: str = "cpu", cpus: Sequence[int] | None = None) -> None:
         self.device = torch.device(device)
         self._scratch = Scratch()
         self.ops = make_ops(self._scratch)
+        self._let_go = run_on(cpus)
         self.threads = threads if threads is not None else min(torch.get_num_threads(), memory.usable_cpus())
 
     def limits(self) -> PlatformLimits:
@@ -122,12 +124,13 @@ class ReferencePlatform:
     def close(self) -> None:
         """The buffer and what the model held go back to the operating system."""
         self._scratch.release()
+        self._let_go()
         if self.device.type == "cpu":
             memory.return_free_memory()
 
 
-def create(threads: int | None = None) -> ReferencePlatform:
-    return ReferencePlatform(threads)
+def create(threads: int | None = None, cpus: Sequence[int] | None = None) -> ReferencePlatform:
+    return ReferencePlatform(threads, cpus=cpus)
 
 
 def probe() -> Probe:
@@ -143,6 +146,7 @@ def infer_platforms() -> list[PlatformSpec]:
             factory=f"{__name__}:create",
             probe=f"{__name__}:probe",
             priority=0,
+            settings=("cpus",),
             example={"threads": 1},
         )
     ]

@@ -5,7 +5,9 @@ Every method but `limits` runs on the thread that will execute steps; owns the p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -60,9 +62,11 @@ class WorkerBuilder:
         expand_quantized: bool = False,
         quantization: str | None = None,
         progress: ProgressCallback | None = None,
+        stated: Mapping[str, Any] | None = None,
     ) -> None:
         """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels, and `progress` is told when
-        they must be built first. `quantization` names the method that makes blocks of plain weights.
+        they must be built first; `stated` are further settings of the platform (`open_platform`). `quantization` names the
+        method that makes blocks of plain weights.
 
         Raises `ConfigError`, `UnsupportedModelError` or `PluginError`.
         """
@@ -73,7 +77,7 @@ class WorkerBuilder:
         self._model_spec = choose_model(registry, model.architecture)
         self._quant_spec = choose_quant_method(registry, model)
         self._at_load = None if quantization is None else choose_load_time_method(registry, model, quantization)
-        self._platform = open_platform(registry, platform, threads, cache_dir, progress)
+        self._platform = open_platform(registry, platform, threads, cache_dir, progress, stated)
 
     def limits(self) -> PlatformLimits:
         """What the platform offers now."""

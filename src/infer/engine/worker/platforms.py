@@ -6,7 +6,7 @@ On the thread that builds the worker; owns nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,27 @@ def open_platform(
     threads: int | None,
     cache_dir: Path | None,
     progress: ProgressCallback | None = None,
+    stated: Mapping[str, Any] | None = None,
 ) -> Platform:
-    """`cache_dir` keeps what is compiled for this machine; `progress` is told of a build.
+    """`cache_dir` keeps what is compiled for this machine; `progress` is told of a build; `stated` are settings that only some
+    platforms take (`PlatformSpec.settings`), where the operator states them.
 
-    Raises `ConfigError` when a named platform cannot be had, or none can; for "auto" one that fails to open is passed over
-    with a warning that says why.
+    Raises `ConfigError` when a named platform cannot be had, or none can, or the best does not take what is stated; for
+    "auto" one that fails to open is passed over with a warning that says why.
     """
+    stated = stated or {}
     failed: set[str] = set()
     while True:
         spec = choose_platform(registry, name, failed)
         keep: dict[str, Any] = {"cache_dir": cache_dir, "progress": progress} if spec.compiles else {}
+        keep |= {key: value for key, value in stated.items() if key in spec.settings}
+        foreign = [key for key in stated if key not in spec.settings]
+        if foreign and not failed:  # after a failure, which was told, the next platform does without
+            raise ConfigError(
+                f"platform.{foreign[0]}: platform {spec.name!r} does not take it; leave it out or set platform.name to one "
+                "that does",
+                fields=(f"platform.{foreign[0]}", "platform.name"),
+            )
         try:
             platform: Platform = registry.create("platform", spec.name, threads, **keep)
         except ConfigError as error:

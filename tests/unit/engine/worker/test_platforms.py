@@ -33,11 +33,20 @@ class Plugins:
         _, _, factory = next(entry for entry in self.entries if entry[0].name == name)
         return factory(*args, **kwargs)
 
+    def probe(self, kind: str, name: str, *, named: bool = False) -> Probe:
+        return next(probe for spec, probe, _ in self.entries if spec.name == name)
+
 
 def platform(
-    name: str, priority: int, reason: str = "", *, compiles: bool = False, factory: Any = None
+    name: str,
+    priority: int,
+    reason: str = "",
+    *,
+    compiles: bool = False,
+    factory: Any = None,
+    settings: tuple[str, ...] = (),
 ) -> tuple[Any, Probe, Any]:
-    spec = SimpleNamespace(name=name, priority=priority, compiles=compiles)
+    spec = SimpleNamespace(name=name, priority=priority, compiles=compiles, settings=settings)
     return spec, Probe(not reason, reason), factory or (lambda *args, **kwargs: (name, args, kwargs))
 
 
@@ -78,3 +87,18 @@ def test_auto_passes_over_what_does_not_open_and_says_so(caplog: pytest.LogCaptu
     alone: Any = Plugins(platform("b", 9, factory=broken))
     with pytest.raises(ConfigError, match="no platform is available"):
         open_platform(alone, "auto", 1, None)
+
+
+def test_stated_settings_go_to_platforms_that_take_them() -> None:
+    plugins: Any = Plugins(platform("a", 1), platform("b", 9, settings=("cpus", "kernels")))
+    assert open_platform(plugins, "auto", 2, None, None, {"cpus": (0, 1)}) == ("b", (2,), {"cpus": (0, 1)})
+    with pytest.raises(ConfigError, match=r"platform\.cpus: platform 'a' does not take it") as caught:
+        open_platform(plugins, "a", 2, None, None, {"cpus": (0, 1)})
+    assert caught.value.fields == ("platform.cpus", "platform.name")
+
+
+def test_after_a_failure_the_next_platform_does_without_what_was_stated(caplog: pytest.LogCaptureFixture) -> None:
+    plugins: Any = Plugins(platform("a", 1), platform("b", 9, factory=broken, settings=("kernels",)))
+    with caplog.at_level(logging.WARNING, "infer"):
+        assert open_platform(plugins, "auto", 1, None, None, {"kernels": Path("/k")}) == ("a", (1,), {})
+    assert "the compiler says no" in caplog.text
