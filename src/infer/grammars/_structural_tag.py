@@ -6,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,51 @@ def read_tags(data: Any) -> Part:
     part = _part(fields.take("format", dict), 0)
     fields.end()
     return part
+
+
+def parts_of(part: Part) -> Iterator[Part]:
+    """The part and all parts in it."""
+    yield part
+    inner: tuple[Part, ...] = ()
+    if isinstance(part, Sequence | Choice):
+        inner = part.parts
+    elif isinstance(part, TriggeredTags | SeparatedTags):
+        inner = part.tags
+    elif isinstance(part, Repeat):
+        inner = (part.part,)
+    elif isinstance(part, Tag):
+        inner = (part.content,)
+    for one in inner:
+        yield from parts_of(one)
+
+
+def texts_of(part: Part) -> tuple[str, ...]:
+    """What the part itself says must or may not be written."""
+    match part:
+        case Literal():
+            return (part.value,)
+        case Tag():
+            return (part.begin, *part.ends)
+        case TriggeredTags():
+            return (*part.triggers, *part.excludes)
+        case SeparatedTags():
+            return (part.separator,)
+        case Text():
+            return part.excludes
+    return ()
+
+
+def modern(data: dict[str, Any]) -> dict[str, Any]:
+    """What `read_tags` takes, in the newer format."""
+    if "structures" not in data:
+        return data
+    tags = []
+    for one in data["structures"]:
+        schema = json.loads(one["schema"]) if isinstance(one["schema"], str) else one["schema"]
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"type": "tag", "begin": one["begin"], "content": content, "end": one["end"]})
+    wanted = {"type": "triggered_tags", "triggers": data["triggers"], "tags": tags}
+    return {"type": "structural_tag", "format": wanted}
 
 
 def _legacy(fields: _Fields) -> Part:

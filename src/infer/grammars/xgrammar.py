@@ -11,7 +11,8 @@ from typing import Any
 
 from infer.errors import GrammarError
 from infer.grammars._json_schema import check_schema, forbid_additional, subschemas
-from infer.grammars._structural_tag import read_tags
+from infer.grammars._regex import ascii_classes
+from infer.grammars._structural_tag import Inner, Part, modern, parts_of, read_tags, texts_of
 from infer.plugins.grammar import API_VERSION, GrammarSource, GrammarSpec, Vocabulary
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.platform import Probe
@@ -47,6 +48,7 @@ class XGrammarBackend:
         self._library = xgrammar
         self.vocabulary = vocabulary
         special = {*vocabulary.special_ids, *vocabulary.eos_token_ids}
+        self._special_names = sorted({vocabulary.tokens[i].decode(errors="replace") for i in special} - {""})
         # An empty token is none; a special one is no text.
         tokens = [b"" if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
         self._info = xgrammar.TokenizerInfo(
@@ -83,14 +85,25 @@ class XGrammarBackend:
                 max_whitespace_cnt=None if source.compact else MAX_WHITESPACE,
             )
         if source.kind == "regex":
-            return compiler.compile_regex(source.text)
+            return compiler.compile_regex(ascii_classes(source.text))  # its \s takes a byte order mark in
         if source.kind == "choice":
             choices = dict.fromkeys(json.loads(source.text))
             return compiler.compile_grammar("root ::= " + " | ".join(json.dumps(choice) for choice in choices))
         if source.kind == "structural_tag":
-            read_tags(json.loads(source.text))
-            return compiler.compile_structural_tag(json.loads(source.text))
+            data = json.loads(source.text)
+            self._check_tags(read_tags(data))
+            return compiler.compile_structural_tag(modern(data))
         return compiler.compile_grammar(source.text)
+
+    def _check_tags(self, tags: Part) -> None:
+        """Schemas inside are like others; texts of special tokens would be spelled in bytes."""
+        for part in parts_of(tags):
+            if isinstance(part, Inner) and part.language == "json_schema":
+                check_kept(json.loads(part.source))
+            for text in texts_of(part):
+                name = next((name for name in self._special_names if name in text), None)
+                if name is not None:
+                    raise GrammarError(f"structural_tag: {name!r} is a special token; xgrammar takes it for text")
 
 
 class XGrammar:
