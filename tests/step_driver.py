@@ -127,6 +127,7 @@ class StepDriver:
         **scheduler: Any,
     ) -> None:
         cache = cache or cache_config(full_group(1000))
+        self.cache = cache
         self.next_token = next_token or hashed_token(1000)
         self.kv = KVCacheManager(cache, model, record_events=record_events)
         self.scheduler = scheduler_class(scheduler_config(**scheduler), self.kv, clock=clock)

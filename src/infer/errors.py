@@ -120,6 +120,10 @@ class EngineDeadError(EngineError):
     """The worker is gone; nothing can be served any more. `__cause__` is the root cause."""
 
 
+class StepLogError(EngineError):
+    """A step log cannot be read, or contradicts itself."""
+
+
 class ArtifactError(InferError):
     """Base of artifact failures. `code` is the word that refusals and receipts carry (see docs/artifacts.md)."""
 

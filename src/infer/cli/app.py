@@ -22,6 +22,7 @@ from infer.cli.pull import pull
 from infer.cli.run import run
 from infer.cli.serve import serve
 from infer.cli.session import Session
+from infer.cli.steplog import build_steplog
 from infer.cli.verify import verify
 from infer.config.flags import refusal
 from infer.errors import InferError
@@ -58,6 +59,7 @@ def build_app() -> typer.Typer:
     app.add_typer(build_bench())
     app.add_typer(build_artifact())
     app.add_typer(build_kernels())
+    app.add_typer(build_steplog())
     return app
 
 

@@ -13,6 +13,7 @@ from infer.config.capture import CaptureSection
 from infer.config.cpus import parse_cpus
 from infer.config.env import read_environment
 from infer.config.listeners import check_listeners
+from infer.config.step_log import StepLogSection, step_log_path
 from infer.config.structured_output import StructuredOutputSection
 from infer.config.units import parse_bytes
 from infer.errors import ConfigError
@@ -260,6 +261,7 @@ class EngineConfig(Section):
     capture: CaptureSection = CaptureSection()
     artifacts: ArtifactsSection = ArtifactsSection()
     structured_output: StructuredOutputSection = StructuredOutputSection()
+    step_log: Annotated[StepLogSection, BeforeValidator(step_log_path)] = StepLogSection()
     plugins: PluginsSection = PluginsSection()
     api: ApiSection = ApiSection()
 

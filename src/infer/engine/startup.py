@@ -21,6 +21,7 @@ from infer.config.env import Environment, read_environment
 from infer.config.memory_plan import format_memory_plan
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig, choose_dtype, expands_quantized, resolve_within
+from infer.config.step_log import StepLogSection
 from infer.engine.admission import Admission
 from infer.engine.executor.executor import Executor
 from infer.engine.executor.thread import ThreadExecutor
@@ -30,6 +31,8 @@ from infer.engine.mailbox import Mailbox
 from infer.engine.processor_admission import ProcessorAdmission
 from infer.engine.scheduler.scheduler import Scheduler
 from infer.engine.stat_feed import StatFeed, engine_facts
+from infer.engine.step_log.log_file import LogFile
+from infer.engine.step_log.recording import StepLog, recorded
 from infer.engine.structured import GrammarStore, vocabulary_of
 from infer.engine.structured_admission import GuidedAdmission, reasoning_parser
 from infer.errors import ConfigError, EngineClosedError
@@ -62,6 +65,7 @@ class EngineParts:
     mailbox: Mailbox
     loop: EngineLoop
     stats: StatFeed
+    step_log: LogFile | None
 
 
 Start = Callable[[EngineConfig, ProgressCallback], Any]
@@ -86,6 +90,7 @@ async def start(config: EngineConfig, on_progress: ProgressCallback) -> EnginePa
     """Load and assemble. On any failure or cancellation nothing is left behind."""
     executor = ThreadExecutor()
     cancelled = threading.Event()
+    log_file = open_step_log(config.step_log)
 
     def progress(report: Progress) -> None:
         if cancelled.is_set():
@@ -99,18 +104,33 @@ async def start(config: EngineConfig, on_progress: ProgressCallback) -> EnginePa
             logger.info("%s", notice)
         logger.info("memory plan: %s", format_memory_plan(resolved.memory))
         await executor.start(lambda: planned.builder.build(resolved, progress, planned.grammars))
-        return await with_stat_loggers(assemble(planned, executor), config)
+        return await with_stat_loggers(assemble(planned, executor, config.step_log, log_file), config)
     except BaseException:
         cancelled.set()
+        if log_file is not None:
+            log_file.close(timeout=0)
         await executor.aclose()
         raise
 
 
-def assemble(planned: Any, executor: Executor) -> EngineParts:
+def open_step_log(section: StepLogSection) -> LogFile | None:
+    """Raises `ConfigError` when it cannot be written."""
+    return None if section.path is None else LogFile(section.path, section.max_bytes)
+
+
+def assemble(planned: Any, executor: Executor, step_log: StepLogSection, log_file: LogFile | None) -> EngineParts:
     """The control plane over an executor whose worker is ready."""
     resolved: ResolvedConfig = planned.resolved
-    kv = KVCacheManager(resolved.cache, planned.model.identity)
-    scheduler = _scheduler_class(resolved.scheduler.scheduler_class)(resolved.scheduler, kv, capture=resolved.capture)
+    kv = KVCacheManager(resolved.cache, planned.model.identity, record_events=log_file is not None)
+    made = scheduler_class(resolved.scheduler.scheduler_class)
+    scheduler: Scheduler
+    if log_file is None:
+        scheduler = made(resolved.scheduler, kv, capture=resolved.capture)
+    else:
+        scheduler = watched = recorded(made)(resolved.scheduler, kv, capture=resolved.capture)
+        watched.log = StepLog(
+            scheduler, log_file, cache=resolved.cache, capture=resolved.capture, token_ids=step_log.token_ids
+        )
     mailbox = Mailbox()
     stats = StatFeed(scheduler)
     depth = resolved.scheduler.in_flight_depth
@@ -127,6 +147,7 @@ def assemble(planned: Any, executor: Executor) -> EngineParts:
         mailbox=mailbox,
         loop=loop,
         stats=stats,
+        step_log=log_file,
     )
 
 
@@ -258,7 +279,8 @@ def _template_source(source: str | dict[str, str] | None) -> str | dict[str, str
     return source
 
 
-def _scheduler_class(reference: str | None) -> type[Scheduler]:
+def scheduler_class(reference: str | None) -> type[Scheduler]:
+    """The scheduler of that import path, or ours. Raises `ConfigError`."""
     if reference is None:
         return Scheduler
     try:
@@ -284,3 +306,5 @@ async def stop(parts: EngineParts) -> None:
             await parts.executor.aclose()
         finally:
             await parts.stats.aclose()
+            if parts.step_log is not None:
+                await anyio.to_thread.run_sync(parts.step_log.close)

@@ -16,7 +16,7 @@ from infer.config.model import GenerationDefaults, KVGroup, KVLayer, KVLayout, M
 from infer.config.platform import PlatformLimits
 from infer.config.resolve import resolve
 from infer.engine.engine import Engine
-from infer.engine.startup import EngineParts, assemble, guidance_parts, with_stat_loggers
+from infer.engine.startup import EngineParts, assemble, guidance_parts, open_step_log, with_stat_loggers
 from infer.engine.step import SamplingSpec
 from infer.plugins.manager import build_registry
 from infer.plugins.model_source import ProgressCallback
@@ -138,6 +138,8 @@ def fake_engine(
             if asked.model.skip_tokenizer
             else ChatTemplate(asked.model.chat_template or CHAT_TEMPLATE, {}),
         )
-        return await with_stat_loggers(assemble(planned, FakeExecutor(worker, latency=latency)), asked)
+        log_file = open_step_log(asked.step_log)
+        parts = assemble(planned, FakeExecutor(worker, latency=latency), asked.step_log, log_file)
+        return await with_stat_loggers(parts, asked)
 
     return Engine(config, _start=start)
