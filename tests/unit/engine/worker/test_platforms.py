@@ -33,9 +33,6 @@ class Plugins:
         _, _, factory = next(entry for entry in self.entries if entry[0].name == name)
         return factory(*args, **kwargs)
 
-    def probe(self, kind: str, name: str, *, named: bool = False) -> Probe:
-        return next(probe for spec, probe, _ in self.entries if spec.name == name)
-
 
 def platform(
     name: str,
