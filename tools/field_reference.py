@@ -11,6 +11,7 @@ from pathlib import Path
 from infer.api import generate, ollama_schemas, render_schemas, sglang_schemas, utility
 from infer.api.fields import Body
 from infer.api.openai import batches, schemas
+from infer.api.openai.responses.schemas import RESPONSES
 from infer.api.reply_fields import REPLY_FIELDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
@@ -18,6 +19,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "fields.md"
 BODIES: tuple[Body, ...] = (
     schemas.CHAT,
     schemas.COMPLETION,
+    RESPONSES,
     batches.BATCH,
     generate.GENERATE,
     generate.SAMPLING,

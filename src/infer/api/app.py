@@ -21,6 +21,8 @@ from infer.api.errors import ApiError, error_response
 from infer.api.gate import Gate
 from infer.api.monitor import HealthMonitor
 from infer.api.openai import batches, chat, completions, models
+from infer.api.openai.responses import endpoints as response_endpoints
+from infer.api.openai.responses.store import MemoryResponseStore, ResponseStore
 from infer.api.openapi import DESCRIPTION, with_description
 from infer.api.routing import ApiRoute, Endpoint
 from infer.api.web import page
@@ -36,6 +38,7 @@ TOPICS: tuple[Topic, ...] = (
     models.routes,
     chat.routes,
     completions.routes,
+    response_endpoints.routes,
     batches.routes,
     render.routes,
     render_completions.routes,
@@ -47,9 +50,15 @@ TOPICS: tuple[Topic, ...] = (
 )
 
 
-def build_context(engine: Engine, settings: ApiSection | None = None) -> ApiContext:
-    """What the routes share. The engine must be open. Raises `PluginError` for an endpoint that cannot be made."""
+def build_context(
+    engine: Engine, settings: ApiSection | None = None, *, responses: ResponseStore | None = None
+) -> ApiContext:
+    """What the routes share. The engine must be open. `responses`: keeps what /v1/responses answered; None: memory,
+    within `api.responses_max_count` and `api.responses_max_bytes`. Raises `PluginError` for an endpoint that cannot be
+    made."""
     settings = settings if settings is not None else engine.config.api
+    if responses is None and settings.responses_max_count and settings.responses_max_bytes:
+        responses = MemoryResponseStore(settings.responses_max_count, settings.responses_max_bytes)
     context = ApiContext(
         engine=engine,
         settings=settings,
@@ -58,6 +67,7 @@ def build_context(engine: Engine, settings: ApiSection | None = None) -> ApiCont
         calls=CallRegister(settings.max_concurrent_requests),
         health=HealthMonitor(engine),
         answers=AnswerFormats.of(engine, settings),
+        responses=responses,
     )
     server = EndpointServer(engine=engine, model_names=context.model_names)
     context.endpoint_routes = open_endpoints(engine.registry, settings.endpoints, server, context.endpoint_outcomes)

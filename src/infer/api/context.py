@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from infer.api.answers import AnswerFormats
+    from infer.api.openai.responses.store import ResponseStore
     from infer.api.routing import ApiRoute, Call
     from infer.config.engine import ApiSection
     from infer.engine.engine import Engine
@@ -95,6 +96,8 @@ class ApiContext:
     calls: CallRegister
     health: HealthMonitor
     answers: AnswerFormats
+    responses: ResponseStore | None = None
+    """Where responses of /v1/responses are kept; None: nowhere."""
     endpoint_routes: list[ApiRoute] = field(default_factory=list)
     """Of the endpoint plugins that api.endpoints names."""
     endpoint_outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -26,6 +26,7 @@ from infer.errors import (
     RequestError,
     SamplingError,
     StepError,
+    StorageError,
 )
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,9 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any], dict[str, str]]
     if isinstance(error, ApiError):
         return error.status, _body(str(error), error.status, error.parameter, error.code), error.headers
     status, code = next(((s, c) for kind, s, c in _STATUS if isinstance(error, kind)), (500, "internal_error"))
-    if isinstance(error, ArtifactError):
+    if isinstance(error, ArtifactError | StorageError):
         code = error.code
+    if isinstance(error, ArtifactError):
         status = 503 if error.retry_after is not None else status
     after = error.retry_after if isinstance(error, QueueFullError | ArtifactError) else None
     headers = {} if after is None else {"retry-after": str(max(1, math.ceil(after)))}

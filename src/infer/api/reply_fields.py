@@ -111,6 +111,18 @@ _ARTIFACTS = (*_VLLM_ROUTES, _RECEIPT, _NVEXT)
 REPLY_FIELDS: dict[str, tuple[ReplyField, ...]] = {
     "/v1/chat/completions": (*_SHARED, *_ARTIFACTS),
     "/v1/completions": (*_SHARED, *_ARTIFACTS),
+    "/v1/responses": (
+        ReplyField(name="seed", places=("reply",), note="The seed in force, drawn where the request had none."),
+        ReplyField(name="sampling_defaults", places=("reply",), note=_DEFAULTS),
+        ReplyField(
+            name="store", places=("reply",), note="Whether it is kept. OpenAI sends it, and does not document it."
+        ),
+        ReplyField(
+            name="stop_reason",
+            places=("reply",),
+            note="The stop string or id that matched; `deadline` where the request ran out of time; null before the end.",
+        ),
+    ),
     "/inference/v1/generate": (
         ReplyField(name="seed", places=("choice",), note=f"{_SEED} In a stream with the choice's first chunk."),
         ReplyField(name="sampling_defaults", places=("reply", "first chunk"), note=_DEFAULTS),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from infer.api.context import ApiContext
+    from infer.api.openai.responses.store import ResponseStore
 
 GRACE = 2.0
 """Seconds that connections have to close once all requests have ended or were cut off."""
@@ -39,15 +40,16 @@ async def serve(
     stop: anyio.Event | None = None,
     listener: Listener | None = None,
     admin_listener: Listener | None = None,
+    responses: ResponseStore | None = None,
     task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """`address = await task_group.start(serve, engine)`; clients can connect from then on.
 
     `settings` default to `engine.config.api`. Setting `stop` ends it gently: new requests are refused and running ones
     have `drain_seconds`. Cancelling it ends it at once: running requests get an error event, connections are closed.
-    Listeners that are not given are opened as the settings say.
+    Listeners that are not given are opened as the settings say; `responses` is that of `build_context`.
     """
-    context = build_context(engine, settings)
+    context = build_context(engine, settings, responses=responses)
     with ExitStack() as stack:
         listener = stack.enter_context(listener or open_listener(context.settings))
         served = [(listener, build_app(context, topics))]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from api_server import MODEL, in_process
+from infer.api.openai.responses.schemas import RESPONSES
 from infer.api.openai.schemas import CHAT, COMPLETION
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
@@ -16,13 +17,15 @@ CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 def test_the_table_covers_openais_fields() -> None:
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
     from openai.types.completion_create_params import CompletionCreateParamsBase as Completion
+    from openai.types.responses.response_create_params import ResponseCreateParamsBase as Responses
 
     assert {*Chat.__annotations__} - CHAT.known() == set()
     assert {*Completion.__annotations__} - COMPLETION.known() == set()
+    assert {*Responses.__annotations__} - RESPONSES.known() == set()
 
 
 @pytest.mark.row("X-STRICT-FIELDS", "the list is generated from code")
-@pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "completion"])
+@pytest.mark.parametrize("body", [CHAT, COMPLETION, RESPONSES], ids=["chat", "completion", "responses"])
 def test_the_table_names_each_field_once_with_a_reason(body: Any) -> None:
     rules = list(body.rules())
     names = [rule.name for rule in rules]
@@ -51,9 +54,10 @@ async def test_what_is_not_honoured_is_said() -> None:
         for path, body, base in (
             (CHAT_PATH, CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
             (COMPLETION_PATH, COMPLETION, {"prompt": "hi"}),
+            ("/v1/responses", RESPONSES, {"input": "hi"}),
         ):
             for name, rule in body.unsupported.items():
-                reply = await client.post(path, json={**base, "max_tokens": 1, name: ASKING.get(name, "x")})
+                reply = await client.post(path, json={**base, name: ASKING.get(name, "x")})
                 if rule.refused:
                     assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), name
                 else:

@@ -6,8 +6,8 @@ Handlers run in request tasks; a batch runs in the server's own task group and e
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, Iterator
+from typing import Annotated
 
 import anyio
 import msgspec
@@ -21,6 +21,7 @@ from infer.api.errors import ApiError
 from infer.api.fields import Body, BodyModel
 from infer.api.openai.batch_lines import BatchLines, Line, Row, answer_all
 from infer.api.openai.batch_store import BatchStore, StoredBatch, StoredFile
+from infer.api.openai.paging import page
 from infer.api.routing import ApiRoute, Call
 from infer.errors import InferError
 
@@ -76,7 +77,7 @@ class BatchApi:
     async def list_files(self, call: Call) -> Response:
         purpose = call.query.get("purpose")
         found = [one for one in self._store.files.values() if purpose in (None, one.purpose)]
-        return call.json(_page([one.describe() for one in reversed(found)], call))
+        return call.json(page([one.describe() for one in reversed(found)], call))
 
     async def show_file(self, call: Call) -> Response:
         return call.json(self._store.file(call.path["file_id"]).describe())
@@ -118,7 +119,7 @@ class BatchApi:
         return call.json(batch.describe())
 
     async def list_batches(self, call: Call) -> Response:
-        return call.json(_page([one.describe() for one in reversed(self._store.batches.values())], call))
+        return call.json(page([one.describe() for one in reversed(self._store.batches.values())], call))
 
     async def show_batch(self, call: Call) -> Response:
         return call.json(self._store.batch(call.path["batch_id"]).describe())
@@ -172,27 +173,6 @@ def _lines(source: StoredFile) -> Iterator[Line]:
     for number, data in enumerate(source.data.split(b"\n"), start=1):
         if data.strip():
             yield Line(number, bytes(data))
-
-
-def _page(entries: Sequence[dict[str, Any]], call: Call) -> dict[str, Any]:
-    """`limit` entries behind the one named by `after`, newest first."""
-    limit = call.query.get("limit", "100")
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= 10_000:
-        raise ApiError(f"limit={limit[:20]!r} is not a number from 1 to 10000", parameter="limit")
-    start, after = 0, call.query.get("after")
-    if after is not None:
-        place = next((place for place, entry in enumerate(entries) if entry["id"] == after), None)
-        if place is None:
-            raise ApiError(f"after={after[:100]!r} is none of these", parameter="after")
-        start = place + 1
-    shown = list(entries[start : start + int(limit)])
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": start + len(shown) < len(entries),
-    }
 
 
 async def _parsed_upload(call: Call) -> tuple[str, str, bytes]:
