@@ -44,7 +44,7 @@ def document(server: LiveServer) -> dict[str, object]:
 
 def test_the_document_names_every_route_and_field(server: LiveServer, document: dict[str, object]) -> None:
     paths = json.loads(json.dumps(document["paths"]))
-    for path in ("/v1/models", "/v1/chat/completions", "/v1/completions", "/health", "/openapi.json"):
+    for path in ("/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/health", "/openapi.json"):
         assert path in paths
     chat = document["components"]["schemas"]["v1_chat_completions"]  # type: ignore[index]
     assert chat["required"] == ["messages"]
@@ -70,7 +70,7 @@ def test_no_request_breaks_the_server(server: LiveServer, document: dict[str, ob
         called.append(operation.path)
         call_operation(server, operation, mode)
         server.wait_for(lambda now: now.running == 0 and now.waiting == 0)
-    assert {"/v1/chat/completions", "/v1/completions"} <= set(called)
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses"} <= set(called)
     assert httpx2.get(server.url + "/health").status_code == 200
 
 

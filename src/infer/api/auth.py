@@ -17,7 +17,7 @@ from infer.errors import ConfigError
 
 KEY_HEADERS = ("authorization", "x-api-key")
 PREFLIGHT_HEADERS = {
-    "access-control-allow-methods": "GET, POST, OPTIONS",
+    "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
     "access-control-max-age": "600",
 }
 
