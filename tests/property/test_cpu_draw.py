@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,6 +28,13 @@ def native() -> FusedDraw:
     draw = create(2).ops.draw
     assert draw is not None
     return draw
+
+
+@functools.cache
+def native_best() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    best = create(2).ops.best
+    assert best is not None
+    return best
 
 
 def left_over(x: NDArray[np.float64], temperature: float, k: int, p: float, min_p: float) -> list[list[int]]:
@@ -112,6 +120,25 @@ def test_the_number_falls_on_a_token_that_is_left(width: int, rows: list[dict[st
         assert any(falls_on(x, temperature, kept, float(numbers[place]), token) for kept in sets), (row, token)
         alone = draw(logits[i : i + 1], torch.tensor([0]), *[values[place : place + 1] for values in given_columns])
         assert alone.tolist() == [token]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([1, 5, 16, 127, 1023, 1024, 1040, 4097]),
+    st.lists(st.sampled_from(["wide", "flat", "ties", "masked", "one", "nothing", "NaN"]), min_size=1, max_size=6),
+    st.integers(0, 99),
+)
+def test_the_best_is_the_first_of_the_highest(width: int, kinds: list[str], seed: int) -> None:
+    best = native_best()
+    logits = torch.stack([logits_of(kind, width, seed + i) for i, kind in enumerate(kinds)])
+    for row, kind in zip(logits, kinds, strict=True):
+        if kind == "nothing":
+            row[:] = -math.inf
+        if kind == "NaN":
+            row[torch.randint(width, (2,), generator=torch.Generator().manual_seed(seed))] = math.nan
+    ids, values = best(logits)
+    assert ids.tolist() == logits.numpy().argmax(axis=-1).tolist()
+    assert torch.equal(values.nan_to_num(7.5), logits[torch.arange(len(kinds)), ids].nan_to_num(7.5))
 
 
 def test_shares_of_a_real_vocabulary_are_met() -> None:

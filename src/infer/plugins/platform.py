@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from infer.config.platform import PlatformLimits
 
@@ -224,6 +224,9 @@ class Ops:
     ones the lowest ids), of these the smallest set of most likely ones that reaches top_p, of these all that are at least
     min_p times as likely as the best; then the first in the order of ids whose cumulative probability among them exceeds
     the number. Rows have a finite highest logit and are drawn from without being changed."""
+    best: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    """logits [M, V] fp32 -> (ids [M] int64 of the highest logit of each row, of equal ones the lowest, that logit [M]). A NaN
+    counts as higher than all numbers."""
     scale: Callable[[Tensor, float], Tensor] | None = None
     """(x, factor) -> factor * x in x's dtype."""
     sigmoid: Callable[[Tensor], Tensor] | None = None
@@ -266,11 +269,16 @@ class Platform(Protocol):
         ...
 
 
-class Graph(Protocol):
+Made = TypeVar("Made", bound="Tensor | tuple[Tensor, ...]")
+"""What recorded work returns."""
+Made_co = TypeVar("Made_co", bound="Tensor | tuple[Tensor, ...]", covariant=True)
+
+
+class Graph(Protocol[Made_co]):
     """Recorded work."""
 
-    def replay(self) -> Tensor:
-        """Do the work again, on what its input tensors hold now. -> what it returned when it was recorded, the same tensor
+    def replay(self) -> Made_co:
+        """Do the work again, on what its input tensors hold now. -> what it returned when it was recorded, the same tensors
         with new values; they last until the next replay or recording."""
         ...
 
@@ -282,7 +290,7 @@ class SupportsGraphs(Protocol):
     The work reads tensors that stay where they are, among them its input, and runs under `step_context`.
     """
 
-    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Graph | None]:
+    def record(self, work: Callable[[], Made]) -> tuple[Made, Graph[Made] | None]:
         """Do the work once. -> its result, and the graph; None where something in the work cannot be repeated, for example
         an operation that is not the platform's own."""
         ...

@@ -67,6 +67,7 @@ _FUNCTIONS: dict[str, tuple[type | None, list[type]]] = {
     ),
     "infer_widen": (None, [c_void_p, c_void_p, c_int64]),
     "infer_add_shared": (None, [c_int, *[c_void_p] * 4, c_int64, c_int64]),
+    "infer_best": (None, [*[c_void_p] * 4, c_int64, c_int64]),
     "infer_draw_work": (c_int64, [c_void_p, c_int64]),
     "infer_draw": (None, [*[c_void_p] * 10, c_int64, c_int64]),
     "infer_scale": (None, [c_int, c_void_p, c_void_p, c_int64, c_float]),

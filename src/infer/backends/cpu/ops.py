@@ -56,6 +56,7 @@ def make_ops(native: NativeOps, experts: NativeExperts, weights: NativeWeights) 
         sigmoid=native.sigmoid,
         tanh=native.tanh,
         draw=native.draw,
+        best=native.best,
         scale=native.scale,
         widen=experts.widen,
         add_shared=experts.add_shared,
@@ -268,6 +269,16 @@ class NativeOps(Kernels):
             self._library.pool, *[tensor.data_ptr() for tensor in given], ids.data_ptr(), work.data_ptr(), count, width
         )
         return ids
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self._dense(logits)
+        count, width = logits.shape
+        ids, values = self._new(torch.int64, count), self._new(torch.float32, count)
+        if not self._dry:
+            self._call.infer_best(
+                self._library.pool, logits.data_ptr(), ids.data_ptr(), values.data_ptr(), count, width
+            )
+        return ids, values
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         x = self._dense(x)

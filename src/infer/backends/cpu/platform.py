@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from infer.backends.cpu.library import Library
 from infer.backends.cpu.ops import make_kernels, make_ops
@@ -28,7 +27,7 @@ from infer.config.platform import PlatformLimits
 from infer.errors import ConfigError
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.model_source import ProgressCallback
-from infer.plugins.platform import API_VERSION, Ops, PlatformSpec, Probe
+from infer.plugins.platform import API_VERSION, Made, Ops, PlatformSpec, Probe
 
 ARENA = 1 << 26
 """Bytes of address space for what recorded steps write; of it, pages that they use cost memory."""
@@ -86,7 +85,7 @@ class NativePlatform:
         scratch = Scratch(dry=True)
         return make_ops(*make_kernels(self._library, scratch)), lambda: scratch.high_water
 
-    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Tape | None]:
+    def record(self, work: Callable[[], Made]) -> tuple[Made, Tape[Made] | None]:
         if not self._arena.reserved:
             self._arena.reserve(ARENA)
         return record(self._library, self._kernels, self._arena, work)

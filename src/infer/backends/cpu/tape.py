@@ -9,7 +9,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Generic, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from infer.backends.cpu.kernels import Kernels
 from infer.backends.cpu.library import Library
 from infer.backends.reference.scratch import Scratch
+from infer.plugins.platform import Made
 
 FACTS = frozenset(
     (
@@ -80,11 +81,20 @@ class Arena(Scratch):
             self.overflowed |= placed is None or not self.holds(placed)
             return placed
 
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The same dense numbers, in a tensor that does not keep later ones away from their place."""
+        if self._buffer is None or not self.holds(tensor):
+            return tensor
+        with torch._C.DisableTorchFunction():
+            start = tensor.data_ptr() - self._buffer.ctypes.data
+            piece = torch.from_numpy(self._buffer[start : start + tensor.nbytes])
+            return piece.view(tensor.dtype).view(tensor.shape)
 
-class Tape:
+
+class Tape(Generic[Made]):
     """`plugins.platform.Graph` over recorded calls."""
 
-    def __init__(self, library: Library, calls: list[tuple[str, tuple[Any, ...]]], output: Tensor) -> None:
+    def __init__(self, library: Library, calls: list[tuple[str, tuple[Any, ...]]], output: Made) -> None:
         """Raises `LookupError` for a call that the library cannot repeat."""
         self._library = library
         self._output = output
@@ -96,7 +106,7 @@ class Tape:
             if not library.call.infer_tape_add(self._tape, name.encode(), slots, len(args)):
                 raise LookupError(f"{name} with {len(args)} arguments is no operation of a tape")
 
-    def replay(self) -> Tensor:
+    def replay(self) -> Made:
         self._library.call.infer_tape_run(self._tape)
         return self._output
 
@@ -107,8 +117,8 @@ class Tape:
 
 
 def record(
-    library: Library, kernels: Sequence[Kernels], arena: Arena, work: Callable[[], Tensor]
-) -> tuple[Tensor, Tape | None]:
+    library: Library, kernels: Sequence[Kernels], arena: Arena, work: Callable[[], Made]
+) -> tuple[Made, Tape[Made] | None]:
     """Do the work once, the results of `kernels` in `arena`. -> what it returned, and the tape; None where not all of it was
     a call of the library."""
     recorder, watch = Recorder(library), OnlyViews()
@@ -118,6 +128,9 @@ def record(
             stack.enter_context(table.calling(recorder, arena))
         stack.enter_context(watch)
         output = work()
+    made = output if isinstance(output, tuple) else (output,)
+    unowned = tuple(map(arena.unowned, made))
+    output = cast("Made", unowned if isinstance(output, tuple) else unowned[0])
     if watch.foreign is not None or arena.overflowed:
         return output, None
     return output, Tape(library, recorder.calls, output)

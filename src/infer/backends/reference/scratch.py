@@ -9,6 +9,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,12 @@ class Scratch:
 
 
 def _pages(num_bytes: int) -> mmap.mmap:
-    """Pages of this process alone: a forked child must not write into a step's tensors."""
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, num_bytes)
+    """Pages of this process alone: a forked child must not write into a step's tensors. Large ones, where they exist."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, num_bytes)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(advice)
+    return pages

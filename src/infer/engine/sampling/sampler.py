@@ -96,10 +96,20 @@ def workspace_bytes(vocab_size: int) -> int:
     return chunk_rows(vocab_size) * vocab_size * BYTES_PER_ELEMENT
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow] | None, fused: FusedDraw | None = None) -> Sampled:
-    """(raw float32 [M, V], a row each or None when every row is plain greedy, the platform's own draw if it has one) -> ids.
-    `logits` stay as they are."""
-    if rows is None or any(not row.features & PROCESSED for row in rows):
+def sample(
+    logits: Tensor,
+    rows: Sequence[SamplingRow] | None,
+    fused: FusedDraw | None = None,
+    best: tuple[Tensor, Tensor] | None = None,
+) -> Sampled:
+    """(raw float32 [M, V], a row each or None when every row is plain greedy, the platform's own draw if it has one, the best
+    of these logits as of `Ops.best` if they are known) -> ids. `logits` stay as they are."""
+    if best is not None:
+        chosen, highest = best[0].tolist(), best[1].tolist()
+        if rows is not None:
+            chosen = [NO_TOKEN if row.features & PROCESSED else i for row, i in zip(rows, chosen, strict=True)]
+        result = Sampled(chosen)
+    elif rows is None or any(not row.features & PROCESSED for row in rows):
         chosen, highest = best_of_rows(logits)
         result = Sampled(chosen)
     else:

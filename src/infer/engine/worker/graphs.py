@@ -5,8 +5,10 @@ Used on the worker thread by the runner; owns the tensors that recorded operatio
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,22 @@ from infer.plugins.platform import AttentionMetadata, Graph, SupportsGraphs
 
 MAX_ROWS = 64
 """Steps of more rows compute for so long that what Python costs between operations no longer counts."""
+MAX_LOGITS = 2**23
+"""More logits than this are not part of what is recorded, for all of them lie in memory that is set aside."""
+
+Best = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a forward pass gave; it lasts until the next step."""
+
+    hidden: Tensor
+    """[T, hidden], as of `CausalLM.forward`."""
+    logits: Tensor | None = None
+    """Of all rows [T, vocab], where they are part of a recorded step."""
+    best: tuple[Tensor, Tensor] | None = None
+    """As of `Ops.best`, of these logits."""
 
 
 class DecodeGraphs:
@@ -24,38 +42,59 @@ class DecodeGraphs:
     operation of torch's own in a model) is noticed while recording and runs as it is from then on.
     """
 
-    def __init__(self, platform: SupportsGraphs, max_num_seqs: int, table_width: int, device: torch.device) -> None:
-        """`table_width`: most blocks of a row."""
+    def __init__(
+        self,
+        platform: SupportsGraphs,
+        max_num_seqs: int,
+        table_width: int,
+        device: torch.device,
+        *,
+        vocab_size: int,
+        best: Best | None = None,
+    ) -> None:
+        """`table_width`: most blocks of a row; `best`: the platform's own way to the best token."""
         self.max_rows = min(max_num_seqs, MAX_ROWS)
         self._platform = platform
         self._table_width = table_width
         self._device = device
+        self._max_scored = MAX_LOGITS // vocab_size
+        self._best = best
+        self._put = _put_on_host if device.type == "cpu" else Tensor.copy_
+        self._numbers = torch.arange(self.max_rows, device=device)
         self._input: ForwardBatch | None = None
         self._inputs: dict[int, ForwardBatch] = {}
         """Its first so many rows."""
-        self._graphs: dict[tuple[int, bool], Graph | None] = {}
+        self._graphs: dict[tuple[int, bool, bool], Graph[tuple[Tensor, ...]] | None] = {}
 
     def takes(self, batch: ForwardBatch) -> bool:
         """Whether every row has one token, and there are few enough."""
         num_tokens = batch.token_ids.shape[0]
         return num_tokens <= self.max_rows and batch.attention[0].num_decode_rows == num_tokens
 
-    def forward(self, model: CausalLM, batch: ForwardBatch, *, tapped: bool) -> Tensor:
-        """-> final hidden states [T, hidden], as `CausalLM.forward`; they last until the next step.
-
-        tapped: the model writes into taps in this step; where they lie must not change between steps.
-        """
+    def forward(self, model: CausalLM, batch: ForwardBatch, *, tapped: bool, scored: bool) -> Decoded:
+        """tapped: the model writes into taps in this step; where they lie must not change between steps. scored: a token is
+        drawn for every row, so logits of all are wanted."""
         num_rows = batch.token_ids.shape[0]
-        key = num_rows, tapped
+        scored = scored and num_rows <= self._max_scored
+        key = num_rows, tapped, scored
         if key in self._graphs:
             graph = self._graphs[key]
-            if graph is None:
-                return model.forward(batch)
-            self._fill(batch, num_rows)
-            return graph.replay()
+            if graph is not None:
+                self._fill(batch, num_rows)
+                return _decoded(graph.replay())
+            if scored:  # the forward pass alone may be one
+                return self.forward(model, batch, tapped=tapped, scored=False)
+            return Decoded(model.forward(batch))
         fixed = self._fill(batch, num_rows)
-        output, self._graphs[key] = self._platform.record(lambda: model.forward(fixed))
-        return output
+        output, self._graphs[key] = self._platform.record(lambda: self._work(model, fixed, scored=scored))
+        return _decoded(output)
+
+    def _work(self, model: CausalLM, fixed: ForwardBatch, *, scored: bool) -> tuple[Tensor, ...]:
+        hidden = model.forward(fixed)
+        if not scored:
+            return (hidden,)
+        logits = model.logits(hidden, self._numbers[: len(hidden)])
+        return (hidden, logits) if self._best is None else (hidden, logits, *self._best(logits))
 
     def close(self) -> None:
         """Drop what was recorded."""
@@ -68,12 +107,13 @@ class DecodeGraphs:
         fixed = self._inputs.get(num_rows)
         if fixed is None:
             fixed = self._inputs[num_rows] = self._first_rows(batch, num_rows)
-        fixed.token_ids.copy_(batch.token_ids)
-        fixed.positions.copy_(batch.positions)
+        put = self._put
+        put(fixed.token_ids, batch.token_ids)
+        put(fixed.positions, batch.positions)
         for own, given in zip(fixed.attention, batch.attention, strict=True):
-            own.seq_lens.copy_(given.seq_lens)
-            own.block_table[:, : given.block_table.shape[1]] = given.block_table
-            own.slot_mapping.copy_(given.slot_mapping)
+            put(own.seq_lens, given.seq_lens)
+            put(own.block_table[:, : given.block_table.shape[1]], given.block_table)
+            put(own.slot_mapping, given.slot_mapping)
         return fixed
 
     def _first_rows(self, batch: ForwardBatch, num_rows: int) -> ForwardBatch:
@@ -123,3 +163,16 @@ class DecodeGraphs:
                 for _ in batch.attention
             ),
         )
+
+
+def _decoded(made: tuple[Tensor, ...]) -> Decoded:
+    hidden, *scores = made
+    if not scores:
+        return Decoded(hidden)
+    return Decoded(hidden, scores[0], (scores[1], scores[2]) if len(scores) > 1 else None)
+
+
+def _put_on_host(own: Tensor, given: Tensor) -> None:
+    """As `copy_`. Torch lets other threads run Python in every operation, and the event loop delivers tokens just then:
+    with 32 requests the worker waited for it for half a millisecond."""
+    np.copyto(own.numpy(), given.numpy())

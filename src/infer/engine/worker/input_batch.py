@@ -92,6 +92,8 @@ class InputBatch:
         self._features = np.zeros(max_num_seqs, dtype=np.int64)
         self._rows: list[SamplingRow | None] = [None] * max_num_seqs
         self._poison: dict[int, str] = {}
+        self._prompts_scored: set[int] = set()
+        """Slots that ask for log-probabilities of their prompt: few, and every step asks."""
         self.max_blocks = -(-self._width // block_size)
         """Of a row, in each group."""
         self._windows = [group.window for group in layout.groups]
@@ -199,11 +201,10 @@ class InputBatch:
     def prompt_logprob_rows(self, rows: StepRows) -> list[tuple[int, Tensor]]:
         """(row, [n] the prompt ids predicted in this step) of each row that asked for them; the row's first n tokens
         predict them."""
-        wanted = self._features[rows.slots] & Feature.PROMPT_LOGPROBS
         found: list[tuple[int, Tensor]] = []
-        if not wanted.any():
+        if not self._prompts_scored:
             return found
-        for i in np.flatnonzero(wanted).tolist():
+        for i in np.flatnonzero(self._features[rows.slots] & Feature.PROMPT_LOGPROBS).tolist():
             slot, start = int(rows.slots[i]), int(rows.starts[i])
             stop = min(start + int(rows.counts[i]), int(self._prompt_lens[slot]) - 1)
             if start < stop and slot not in self._poison:
@@ -309,6 +310,7 @@ class InputBatch:
         self._rows[slot] = None
         self._features[slot] = 0
         self._poison.pop(slot, None)
+        self._prompts_scored.discard(slot)
         for group, table in enumerate(self._tables):
             table[slot, : self._num_blocks[group, slot]] = 0
             self._num_blocks[group, slot] = 0
@@ -331,6 +333,8 @@ class InputBatch:
         self._tokens[slot, : len(ids)] = torch.from_numpy(ids).to(self._device)
         self._rows[slot] = row
         self._features[slot] = row.features
+        if row.features & Feature.PROMPT_LOGPROBS:
+            self._prompts_scored.add(slot)
 
     def _checked_ids(self, token_ids: list[int]) -> NDArray[np.int32]:
         if not 0 < len(token_ids) <= self._width:

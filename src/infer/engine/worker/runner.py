@@ -21,7 +21,7 @@ from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, prompt_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
 from infer.engine.worker.capture import CapturedStep, RowCapture
-from infer.engine.worker.graphs import DecodeGraphs
+from infer.engine.worker.graphs import Decoded, DecodeGraphs
 from infer.engine.worker.guides import GuidedRows
 from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
 from infer.plugins.model import CausalLM
@@ -57,7 +57,14 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         if isinstance(platform, SupportsGraphs) and resolved.graphs:
             limits = resolved.scheduler
-            self._graphs = DecodeGraphs(platform, limits.max_num_seqs, self._batch.max_blocks, platform.device)
+            self._graphs = DecodeGraphs(
+                platform,
+                limits.max_num_seqs,
+                self._batch.max_blocks,
+                platform.device,
+                vocab_size=vocab_size,
+                best=platform.ops.best,
+            )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan. Rows come back in the plan's order."""
@@ -157,9 +164,11 @@ class Runner:
         batch, graphs = self._batch.forward_batch(rows, self._kv), self._graphs
         if graphs is not None and graphs.takes(batch):
             tapped = self._capture is not None and self._capture.is_tapping
-            hidden = graphs.forward(model, batch, tapped=tapped)
+            scored = not rows.forks and bool(rows.samples.all())
+            decoded = graphs.forward(model, batch, tapped=tapped, scored=scored)
         else:
-            hidden = model.forward(batch)
+            decoded = Decoded(model.forward(batch))
+        hidden = decoded.hidden
         if self._capture is not None and step is not None:
             self._capture.snapshot(step, rows, hidden)
         errors = self._batch.poisoned(rows)
@@ -173,12 +182,15 @@ class Runner:
         result.errors.update(self._batch.fork_errors(rows, result.errors))
         draws = self._batch.draws(rows, errors)
         if len(draws.slots):
-            self._sample(draws, hidden, result)
+            self._sample(draws, decoded, result)
 
-    def _sample(self, draws: Draws, hidden: Tensor, result: StepResult) -> None:
-        logits = self._loaded().logits(hidden, torch.from_numpy(draws.last_tokens).to(hidden.device))
+    def _sample(self, draws: Draws, decoded: Decoded, result: StepResult) -> None:
+        hidden, logits, best, ops = decoded.hidden, decoded.logits, decoded.best, self._platform.ops
+        if logits is None or len(draws.slots) < len(logits):  # a row that failed is not drawn for
+            logits = self._loaded().logits(hidden, torch.from_numpy(draws.last_tokens).to(hidden.device))
+            best = None if ops.best is None else ops.best(logits)
         self._guides.wait()
-        sampled = sample(logits, self._batch.sampling_rows(draws), self._platform.ops.draw)
+        sampled = sample(logits, self._batch.sampling_rows(draws), ops.draw, best)
         self._batch.write(draws, self._good(sampled), sampled.token_ids)
         for k, index in enumerate(draws.results.tolist()):
             if k in sampled.errors:

@@ -41,6 +41,7 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     yield Check("workspace", partial(_workspace, platform))
     yield Check("graphs", partial(_graphs, platform))
     yield Check("draw", partial(_draw, platform))
+    yield Check("best", partial(_best, platform))
     for name in platform.limits().dtypes:
         for body in (_embedding, _linear, _rms_norm, _add_rms_norm, _rotary, _gated, _gather, _write_kv, _attention):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, platform, getattr(torch, name)))
@@ -138,6 +139,9 @@ def _graphs(platform: Platform) -> None:
         draw = Draw(platform, getattr(torch, platform.limits().dtypes[0]))
         x, weight, norm = draw.floats(3, 32), draw.floats(64, 32), draw.floats(32)
 
+        def several() -> tuple[Tensor, ...]:
+            return ops.rms_norm(x, norm, 1e-5), own()
+
         def own() -> Tensor:
             return ops.silu_and_mul(ops.linear(ops.rms_norm(x, norm, 1e-5), weight, None))
 
@@ -155,6 +159,10 @@ def _graphs(platform: Platform) -> None:
                     graph is not None and torch.equal(graph.replay(), expected),
                     f"a replay of {work.__name__} work differs",
                 )
+        right = tuple(tensor.clone() for tensor in several())
+        for _, both in (platform.record(several), platform.record(several)):
+            if both is not None:
+                expect(all(map(torch.equal, both.replay(), right)), "a replay of work with several results differs")
 
 
 def _draw(platform: Platform) -> None:
@@ -189,6 +197,27 @@ def _draw(platform: Platform) -> None:
         expect(torch.equal(logits, before), "draw changes the logits")
     for (case, right), found in zip(cases, ids, strict=True):
         expect(found == right, f"draw{case} gives {found}, not {right}")
+
+
+def _best(platform: Platform) -> None:
+    """Ties, minus infinity alone, and a NaN; over widths around those that vectors have."""
+    best, device = platform.ops.best, platform.device
+    if best is None:
+        return
+    with platform.step_context():
+        for width in (1, 7, 16, 31, 200, 5000):
+            rows = torch.full((5, width), -math.inf)
+            rows[1] = 0.0
+            rows[2, width // 2 :] = 2.0
+            rows[3, width - 1] = -3.0
+            rows[4, width // 3 :: 2] = math.nan
+            ids, values = best(rows.to(device))
+            right = [0, 0, width // 2, width - 1, width // 3]
+            expect(ids.tolist() == right, f"best of {width} gives {ids.tolist()}, not {right}")
+            expect(
+                torch.equal(values.cpu()[:4], rows[range(4), right[:4]]) and bool(values[4].isnan()),
+                f"best of {width} has the values {values.tolist()}",
+            )
 
 
 def _embedding(ops: Ops, draw: Draw) -> None:

@@ -41,6 +41,8 @@ int64_t infer_draw_work(void* pool, int64_t n);
 void infer_draw(void* pool, const float* logits, const int64_t* rows, const float* temperatures, const int64_t* top_k,
                 const double* top_p, const float* min_p, const double* numbers, int64_t* ids, void* work, int64_t count,
                 int64_t n);
+// The best of each row of logits [count, n] and its id: of equal values the first, a NaN before all others.
+void infer_best(void* pool, const float* logits, int64_t* ids, float* values, int64_t count, int64_t n);
 // y = factor * x.
 void infer_scale(int dtype, const void* x, void* y, int64_t count, float factor);
 // Rows of so many bytes that lie `stride` bytes apart, one behind the other.

@@ -137,6 +137,33 @@ static int64_t invert(const float* w, int64_t n, double number, double* blocks) 
     return last;
 }
 
+// The place of the highest value, of equal ones the first; where there is a NaN, that of the first one.
+static int64_t best(const float* x, int64_t n) {
+    constexpr int64_t PIECE = 64 * W;
+    float most = -__builtin_inff();
+    int64_t where = 0;
+    for (int64_t begin = 0; begin < n; begin += PIECE) {
+        int64_t stop = std::min(begin + PIECE, n), i = begin;
+        vf high = splat(most);
+        vi odd{};
+        for (; i + W <= stop; i += W) {
+            vf v = load(x + i);
+            high = vmax(v, high);
+            odd |= v != v;
+        }
+        float top = max_of(high);
+        bool nan = any(odd);
+        for (; i < stop; ++i) {
+            top = x[i] > top ? x[i] : top;
+            nan |= x[i] != x[i];
+        }
+        if (nan) return std::find_if(x + begin, x + stop, [](float v) { return v != v; }) - x;
+        if (top > most) most = top, where = begin;
+    }
+    for (; where < n && x[where] != most; ++where) {}
+    return where < n ? where : 0;
+}
+
 static int64_t draw(const float* x, int64_t n, float temperature, int64_t top_k, double top_p, float min_p, double number,
                     const Space& s) {
     const float most = highest(x, n);
@@ -178,6 +205,14 @@ using namespace infer;
 
 extern "C" int64_t infer_draw_work(void* pool, int64_t n) {
     return static_cast<Pool*>(pool)->size() * space_bytes(n);
+}
+
+extern "C" void infer_best(void* pool, const float* logits, int64_t* ids, float* values, int64_t count, int64_t n) {
+    auto body = [&](int64_t i, int) {
+        ids[i] = best(logits + i * n, n);
+        values[i] = logits[i * n + ids[i]];
+    };
+    parallel(*static_cast<Pool*>(pool), count, body);
 }
 
 extern "C" void infer_draw(void* pool, const float* logits, const int64_t* rows, const float* temperatures,

@@ -116,6 +116,12 @@ static inline float max_of(vf v) {
     return best;
 }
 
+static inline bool any(vi v) {
+    int32_t found = 0;
+    for (int i = 0; i < W; ++i) found |= v[i];
+    return found != 0;
+}
+
 // exp to about 1 ulp of fp32: 2^n * p(r), r = x - n ln 2 in two parts (Cody and Waite), p the degree-6 minimax of Cephes.
 static inline vf vexp(vf x) {
     vf low = splat(-87.3f), high = splat(88.37f);

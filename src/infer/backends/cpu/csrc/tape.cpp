@@ -55,7 +55,9 @@ static const Operation* find(const char* name) {
         OPERATION(infer_linear),   OPERATION(infer_block_linear), OPERATION(infer_packed_rows), OPERATION(infer_block_rows),
         OPERATION(infer_rms_norm), OPERATION(infer_gate),         OPERATION(infer_rotary),      OPERATION(infer_unary),
         OPERATION(infer_angles),   OPERATION(infer_write_kv),     OPERATION(infer_attention),   OPERATION(infer_moe),
-        OPERATION(infer_route),    OPERATION(infer_widen),        OPERATION(infer_add_shared),  OPERATION(infer_scale), OPERATION(infer_draw), OPERATION(infer_gather_rows), OPERATION(infer_copy_rows), OPERATION(infer_place_rows),
+        OPERATION(infer_route),    OPERATION(infer_widen),        OPERATION(infer_add_shared),  OPERATION(infer_scale),
+        OPERATION(infer_draw),     OPERATION(infer_best),         OPERATION(infer_gather_rows), OPERATION(infer_copy_rows),
+        OPERATION(infer_place_rows),
     };
     for (const Operation& known : OPERATIONS)
         if (!std::strcmp(known.name, name)) return &known;
