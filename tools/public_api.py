@@ -56,7 +56,7 @@ def render() -> str:
     page += ["## infer.testing.kits", ""]
     page += ["Checks that a correct plugin passes, as `Check(name, run)`.", "", "| kit | promise |", "| --- | --- |"]
     for path in sorted(KITS.glob("*.py")):
-        if path.stem != "__init__":
+        if not path.stem.startswith("_"):
             checks = definition(f"infer.testing.kits.{path.stem}", "checks")
             page.append(f"| {code(f'{path.stem}.{head(checks)}')} | {module_summary(path)} |")
     return "\n".join(page) + "\n"

@@ -25,6 +25,7 @@ from infer.testing.kits import (
     storage_target,
     tokenizer,
 )
+from infer.testing.storage_faults import disk
 from infer.testing.tiny_models import make_checkpoint
 from put_server import put_server
 
@@ -127,7 +128,8 @@ def test_model_source(registry: Registry, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("uri", ["file://{tmp}/", "memory://conformance{tmp}/"])
 def test_managed_storage_target(registry: Registry, tmp_path: Path, uri: str) -> None:
     spec = registry.get("storage_target", "managed_fsspec")
-    run(storage_target.checks(dataclasses.replace(spec, example=spec.example | {"uri": uri}), tmp_path))
+    faults = disk if uri.startswith("file:") else None
+    run(storage_target.checks(dataclasses.replace(spec, example=spec.example | {"uri": uri}), tmp_path, faults))
 
 
 def test_presigned_storage_target(registry: Registry, tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ class LogTarget:
                 partial.replace(self._path)
         except FileExistsError as error:
             raise StorageError(f"{self._path} exists already; choose another name or delete it") from error
+        except OSError as error:  # a full disk may be emptied
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}", retryable=True) from error
         finally:
             partial.unlink(missing_ok=True)
 
@@ -124,6 +126,10 @@ def infer_storage_targets() -> list[StorageTargetSpec]:
             api=1,
             factory="infer_hello:LogTarget",
             schemes=("hello-log",),
-            example={"uri": "hello-log:{tmp}/artifacts/", "options": {"level": "DEBUG"}},
+            example={
+                "uri": "hello-log:{tmp}/artifacts/",
+                "options": {"level": "DEBUG"},
+                "faults": "infer.testing.storage_faults:disk",
+            },
         )
     ]

@@ -73,7 +73,9 @@ class ArtifactField(Protocol):
         """`count` rows in C order -> their form in an artifact."""
         ...
 
-    def decode(self, data: bytes, count: int) -> bytes: ...
+    def decode(self, data: bytes, count: int) -> bytes:
+        """The rows back. Raises `ArtifactCorruptError` for data that is not `count` rows."""
+        ...
 
 
 def whole_rows(profile: CaptureProfile, data: bytes, count: int) -> bytes:

@@ -31,7 +31,9 @@ class QuantMethodSpec:
     dtypes: tuple[str, ...]
     """Activation dtypes it works with."""
     example: dict[str, Any]
-    """{"section": ..., "shape": [N, I], "tolerance": relative error of dequantize against the original}. With `at_load`
+    """{"section": ..., "shape": [N, I], "tolerance": largest error of dequantize against the original, relative to the largest
+    weight, "encode": "module:attr"}: from an original float32 [N, I] to the tensors of a checkpoint, by the names of `create`;
+    not needed where the storage is one floating-point "weight". With `at_load`
     "tolerance" bounds the relative root-mean-square error of normally distributed weights, for the coarsest role."""
     at_load: bool = False
     """It makes blocks of the plain weights of any checkpoint while they are loaded."""

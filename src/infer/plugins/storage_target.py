@@ -18,7 +18,8 @@ class StorageTargetSpec:
     """URL schemes it answers to."""
     example: dict[str, Any]
     """{"uri": ..., "options": {...}} for the kit, which appends object names to the uri; "{tmp}" in it stands for a
-    scratch directory. "create_only": True for a target that can never replace an object."""
+    scratch directory. "create_only": True for a target that can never replace an object. "faults": "module:attr" of what makes
+    the store fail under test ("infer.testing.storage_faults:disk" for one on local disk)."""
 
 
 class StorageTarget(Protocol):

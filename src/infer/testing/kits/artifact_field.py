@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infer.config.capture import ITEM_SIZES, CaptureProfile
 from infer.config.model import RoutedLayer
+from infer.errors import ArtifactCorruptError
 from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
 from infer.testing.kits import Check, expect, load
 
@@ -23,7 +24,7 @@ TOKENS = (4, 0, 6, 1)
 
 def checks(spec: ArtifactFieldSpec) -> Iterator[Check]:
     """The example gives the arguments of `TapFacts`; what it leaves out is the kit's."""
-    for body in (_profile, _select, _select_nothing, _codes):
+    for body in (_profile, _select, _overwrites, _select_nothing, _codes, _refuses_damaged):
         yield Check(body.__name__.strip("_"), partial(body, spec))
 
 
@@ -92,6 +93,17 @@ def _select(spec: ArtifactFieldSpec) -> None:
     expect(not torch.equal(together[0], together[1]), "different tokens gave equal rows")
 
 
+def _overwrites(spec: ArtifactFieldSpec) -> None:
+    """Whatever the buffer held: it is used again and again."""
+    field, profile = _made(spec)
+    tap, written = _tap(spec), []
+    for before in (0, 1):
+        out = _out(profile, len(TOKENS)).fill_(before)
+        field.select(tap, torch.tensor(TOKENS), out)
+        written.append(out)
+    expect(torch.equal(*written), "what the buffer held before shows in the rows")
+
+
 def _select_nothing(spec: ArtifactFieldSpec) -> None:
     field, profile = _made(spec)
     field.select(_tap(spec), torch.empty(0, dtype=torch.int64), _out(profile, 0))
@@ -103,3 +115,17 @@ def _codes(spec: ArtifactFieldSpec) -> None:
         rows = bytes(range(256)) * (count * profile.row_bytes // 256 + 1)
         rows = rows[: count * profile.row_bytes]
         expect(field.decode(field.encode(rows, count), count) == rows, f"{count} rows did not come back")
+
+
+def _refuses_damaged(spec: ArtifactFieldSpec) -> None:
+    """Bytes that are cut off, or of another number of rows, are an error and never other rows."""
+    field, profile = _made(spec)
+    data = field.encode(bytes(3 * profile.row_bytes), 3)
+    for wrong, count in ((data[:-1], 3), (data, 4), (b"", 1)):
+        try:
+            rows = field.decode(wrong, count)
+        except ArtifactCorruptError:
+            continue
+        raise AssertionError(
+            f"decode() makes {len(rows)} bytes of {len(wrong)} for {count} rows, and should refuse them"
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infer.plugins.platform import Ops
 from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec, WeightRole
+from infer.plugins.registry import import_reference
 from infer.testing.kits import Check, expect, load
 from infer.weights.gguf_dequant import DECODERS, dequantize
 
@@ -35,6 +36,7 @@ def checks(spec: QuantMethodSpec, ops: Ops) -> Iterator[Check]:
     for name in spec.dtypes:
         for body in (_shape, _product, _product_with_bias, _no_rows):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, spec, ops, getattr(torch, name)))
+        yield Check(f"keeps_what_was_loaded[{name}]", partial(_keeps, spec, ops, getattr(torch, name)))
 
 
 Body = Callable[[QuantMethod, dict[str, Tensor], Tensor, Ops], None]
@@ -110,6 +112,40 @@ def _meta(spec: QuantMethodSpec) -> None:
     storage = method.create(out_features, in_features, torch.float32, torch.device("meta"))
     expect(storage, "create() returned no tensors")
     expect(all(tensor.device.type == "meta" for tensor in storage.values()), "create() on meta allocates memory")
+
+
+def _keeps(spec: QuantMethodSpec, ops: Ops, dtype: torch.dtype) -> None:
+    """From the original through a checkpoint's tensors, `create` and `finalize` to `dequantize`: the same weight again."""
+    method: QuantMethod = load(spec)(spec.example["section"])
+    original = _drawn(spec, torch.float32) * torch.linspace(0.5, 2, spec.example["shape"][0])[:, None]
+    with torch.inference_mode():
+        out_features, in_features = spec.example["shape"]
+        storage = method.create(out_features, in_features, dtype, torch.device("cpu"))
+        for name, tensor in _encoded(spec, storage, original).items():
+            storage[name].copy_(tensor)
+        found = method.dequantize(method.finalize(storage, ops)).double()
+    expect(found.shape == original.shape, f"dequantize() gives {tuple(found.shape)} of {tuple(original.shape)}")
+    error = ((found - original.double()).abs().max() / original.abs().max()).item()
+    allowed = spec.example["tolerance"] + torch.finfo(dtype).eps
+    expect(
+        error <= allowed,
+        f"what was loaded comes back off by {error:.2e} of the largest weight, {allowed:.2e} is allowed",
+    )
+
+
+def _encoded(spec: QuantMethodSpec, storage: dict[str, Tensor], original: Tensor) -> dict[str, Tensor]:
+    """The tensors that a checkpoint would have."""
+    plain = storage.get("weight")
+    if "encode" not in spec.example and plain is not None and plain.is_floating_point() and len(storage) == 1:
+        return {"weight": original}
+    expect("encode" in spec.example, 'the example has no "encode", which makes a checkpoint\'s tensors of a weight')
+    made: dict[str, Tensor] = import_reference(spec.example["encode"])(original)
+    for name, tensor in made.items():
+        expect(name in storage, f"encode gives {name!r}, create() has {sorted(storage)}")
+        expect(tensor.shape == storage[name].shape, f"{name}: encode gives {tuple(tensor.shape)}, create() has another")
+    missing = sorted(set(storage) - set(made))
+    expect(not missing, f"encode gives no {missing}, which create() has")
+    return made
 
 
 def _shape(method: QuantMethod, storage: dict[str, Tensor], x: Tensor, ops: Ops) -> None:

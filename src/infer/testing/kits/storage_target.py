@@ -1,10 +1,11 @@
-"""Conformance of a storage target: whole objects or none, never over an existing one, readable back.
+"""Conformance of a storage target: whole objects or none, never over an existing one, whatever fails or is cancelled.
 
 Each check makes its own event loop, on asyncio and on trio, and works inside one directory; owns nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -14,17 +15,26 @@ from typing import Any
 import anyio
 
 from infer.errors import StorageError, StorageNotFoundError
+from infer.plugins.registry import import_reference
 from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsRead
 from infer.testing.kits import Check, expect, load
+from infer.testing.kits._storage_machine import Faults, Machine, Make, cancelled_at
 
-Make = Callable[[str], StorageTarget]
-"""A target by object name; the same name is the same object."""
 WRITERS = 8
+RUNS, OPERATIONS = 6, 25
+"""Sequences of the state machine, and their length."""
+MOST_WAITS = 30
 
 
-def checks(spec: StorageTargetSpec, directory: Path) -> Iterator[Check]:
-    """`{tmp}` in the example's uri stands for the directory. Every check writes objects of its own."""
+def checks(spec: StorageTargetSpec, directory: Path, faults: Faults | None = None) -> Iterator[Check]:
+    """`{tmp}` in the example's uri stands for the directory. Every check writes objects of its own.
+
+    faults: makes the place fail that objects are stored at, else the example's "faults" ("module:attr"); without either, a
+    failing store is not tried.
+    """
     uri, options = spec.example["uri"], spec.example.get("options", {})
+    if faults is None and "faults" in spec.example:
+        faults = import_reference(spec.example["faults"])
     number = itertools.count()
 
     def run(body: Callable[[Make], Awaitable[None]], backend: str) -> None:
@@ -39,10 +49,54 @@ def checks(spec: StorageTargetSpec, directory: Path) -> Iterator[Check]:
     readable = (_reads_back, _missing, _deletes)
     probe = load(spec)(f"{uri.replace('{tmp}', str(directory / 'probe'))}probe", dict(options))
     put: Any = _put_once if spec.example.get("create_only") else _put
-    bodies: tuple[Any, ...] = (put, _keeps_existing, _one_winner, _closes_twice)
-    for body in bodies + (readable if isinstance(probe, SupportsRead) else ()):
+    machine = partial(_state_machine, faults, not spec.example.get("create_only"))
+    bodies: dict[str, Any] = {"state_machine": machine, "cancelled_anywhere": _cancelled_anywhere}
+    always: tuple[Any, ...] = (put, _keeps_existing, _one_winner, _closes_twice)
+    for body in always + (readable if isinstance(probe, SupportsRead) else ()):
+        bodies[body.__name__.strip("_")] = body
+    yield Check("leaves_its_options_alone", partial(_options, spec, directory))
+    for name, body in bodies.items():
         for backend in ("asyncio", "trio"):
-            yield Check(f"{body.__name__.strip('_')}[{backend}]", partial(run, body, backend))
+            yield Check(f"{name}[{backend}]", partial(run, body, backend))
+
+
+def _options(spec: StorageTargetSpec, directory: Path) -> None:
+    """They are those of a profile, which many deliveries share."""
+    options = {**spec.example.get("options", {})}
+    before = copy.deepcopy(options)
+    load(spec)(f"{spec.example['uri'].replace('{tmp}', str(directory / 'options'))}x", options)
+    expect(options == before, f"the factory changes its options from {before} to {options}")
+
+
+async def _state_machine(faults: Faults | None, replaces: bool, make: Make) -> None:
+    """Drawn sequences of everything that can happen, beside a dictionary."""
+
+    def named(seed: int, name: str) -> StorageTarget:
+        return make(f"{seed}-{name}")
+
+    for seed in range(RUNS):
+        await Machine(partial(named, seed), faults, replaces=replaces, seed=seed).run(OPERATIONS)
+
+
+async def _cancelled_anywhere(make: Make) -> None:
+    """A put that is cancelled at its first wait, its second, and so on: all of the object is there, or none."""
+    data = b"x" * 200_000
+    for number in range(1, MOST_WAITS):
+        name = f"cancelled-{number}"
+        target = make(name)
+        with anyio.CancelScope() as scope:
+            await cancelled_at(target.put(data, if_absent=True), number, scope.cancel)
+        await target.aclose()
+        reader = make(name)
+        if isinstance(reader, SupportsRead):
+            try:
+                found = await reader.get()
+            except StorageNotFoundError:
+                found = data
+            expect(found == data, f"a put that was cancelled at wait {number} left {len(found)} of {len(data)} bytes")
+        await reader.aclose()
+        if not scope.cancel_called:
+            return
 
 
 async def _put(make: Make) -> None:
@@ -75,6 +129,7 @@ async def _keeps_existing(make: Make) -> None:
         await second.put(b"second, longer", if_absent=True)
     except StorageError as error:
         expect(str(error), "the error of an existing object has no message")
+        expect(not error.retryable, "the error of an existing object says that a retry may succeed")
     else:
         raise AssertionError("put(if_absent=True) on an existing object did not raise StorageError")
     if isinstance(first, SupportsRead):

@@ -1,0 +1,144 @@
+"""Planted bugs: the kit of platforms names the promise that a wrong one breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from infer.plugins import Registry
+from infer.testing.kits import platform
+from planted_bugs import PlantBug, failures, plant_bug, registry
+
+__all__ = ["plant_bug", "registry"]
+
+
+@pytest.mark.parametrize(
+    ("op", "bug", "broken"),
+    [
+        (
+            "attention",
+            lambda o, q, k, v, meta, scale, window, cap, *rest: o(
+                q, k, v, meta, scale, window and window + 1, cap, *rest
+            ),
+            "attention",
+        ),
+        (
+            "attention",
+            lambda o, q, k, v, meta, scale, window, cap, *rest: o(q, k, v, meta, scale, window, None, *rest),
+            "attention",
+        ),
+        ("attention", lambda o, q, k, v, *rules_and_scales: o(q, k, v, *rules_and_scales[:4]), "fp8_cache"),
+        ("write_kv", lambda o, k, v, kc, vc, slots, *scales: o(k, v, kc, vc, slots), "fp8_cache"),
+        ("rms_norm", lambda o, x, weight, eps: o(x, weight, 0.0), "rms_norm"),
+        ("rotary", lambda o, q, k, cos, sin: o(q, k, cos, -sin), "rotary"),
+        ("silu_and_mul", lambda o, x: o(x.roll(x.shape[-1] // 2, -1)), "gated"),
+        (
+            "write_kv",
+            lambda o, k, v, kc, vc, slots, *scales: (
+                o(k, v, kc, vc, slots, *scales) if scales else o(v, k, kc, vc, slots)
+            ),
+            "write_kv",
+        ),
+        ("linear", lambda o, x, weight, bias: o(x, weight, None), "linear"),
+        ("gather_rows", lambda o, x, rows: o(x, rows.sort().values), "gather"),
+        ("embedding", lambda o, ids, weight: o(ids.clamp(max=9), weight), "embedding"),
+    ],
+)
+def test_platform_op(plant_bug: PlantBug, registry: Registry, op: str, bug: Any, broken: str) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "reference", threads)
+        original = getattr(made.ops, op)
+        made.ops = dataclasses.replace(made.ops, **{op: lambda *arguments: bug(original, *arguments)})
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "reference"), factory=plant_bug(make))
+    assert failures(platform.checks(spec)) == {broken}
+
+
+class _Replays:
+    """A graph that gives again what the work gave when it was recorded."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def replay(self) -> Any:
+        return self.result
+
+
+def _records_the_result(platform: Any, work: Any) -> Any:
+    result = work()
+    return result, _Replays(result)
+
+
+def _overlooks_torch(platform: Any, work: Any) -> Any:
+    """Records the platform's own calls and takes them for all there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("infer.backends.cpu.tape._looks_at", lambda args, out: True)
+        return type(platform).record(platform, work)
+
+
+@pytest.mark.parametrize("bug", [_records_the_result, _overlooks_torch])
+def test_platform_graphs(plant_bug: PlantBug, registry: Registry, bug: Any) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "cpu", threads)
+        made.record = lambda work: bug(made, work)
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant_bug(make))
+    assert failures(platform.checks(spec)) == {"graphs"}
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k + 1, p, m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k, p.clamp_min(1.0), m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k, p, m * 0, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t.clamp(0.5, 2), k, p, m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows * 0, t, k, p, m, u),
+        lambda o, x, rows, t, k, p, m, u: o(x, rows, t, k, p, m, 1 - u),
+        lambda o, x, rows, t, k, p, m, u: o(x.nan_to_num_(neginf=-1.0), rows, t, k, p, m, u),
+    ],
+    ids=["top_k", "top_p", "min_p", "temperature", "rows", "number", "in place"],
+)
+def test_platform_draw(plant_bug: PlantBug, registry: Registry, bug: Any) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "cpu", threads)
+        original = made.ops.draw
+        made.ops = dataclasses.replace(made.ops, draw=lambda *arguments: bug(original, *arguments))
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant_bug(make))
+    assert failures(platform.checks(spec)) == {"draw"}
+
+
+def test_platform_that_leaks_its_thread_count(plant_bug: PlantBug, registry: Registry) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "reference", threads)
+        original = made.step_context
+
+        @contextmanager
+        def leaking() -> Any:
+            with original():
+                yield
+            torch.set_num_threads(torch.get_num_threads() + 1)  # not when the step fails: not restored, then
+
+        @contextmanager
+        def context() -> Any:
+            torch.set_num_threads(3)
+            with leaking():
+                yield
+
+        made.step_context = context
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "reference"), factory=plant_bug(make))
+    before = torch.get_num_threads()
+    try:
+        assert failures(platform.checks(spec)) == {"step_context_restores_what_it_changes"}
+    finally:
+        torch.set_num_threads(before)

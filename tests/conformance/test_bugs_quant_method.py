@@ -1,0 +1,156 @@
+"""Planted bugs: the kit of quantization methods names the promise that a wrong one breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.plugins import QuantMethodSpec, Registry
+from infer.testing.kits import quant_method
+from planted_bugs import PlantBug, failures, plant_bug, registry
+
+__all__ = ["plant_bug", "registry"]
+
+
+@pytest.mark.parametrize(
+    ("method", "bug", "broken"),
+    [
+        ("apply", lambda original, storage, x, bias, ops: original(storage, x, None, ops), {"product_with_bias"}),
+        ("apply", lambda original, storage, x, bias, ops: original(storage, x, bias, ops).float(), {"shape"}),
+        (
+            "dequantize",
+            lambda original, storage: original(storage) * 1.01,
+            {"product", "product_with_bias", "keeps_what_was_loaded"},
+        ),
+        (
+            "apply",
+            lambda original, storage, x, bias, ops: original(storage, x[:4], bias, ops),
+            {"shape", "product", "product_with_bias"},
+        ),
+        (
+            "apply",
+            lambda original, storage, x, bias, ops: original(storage, x - (x.mean() if len(x) else 0), bias, ops),
+            {"product", "product_with_bias"},
+        ),
+        (
+            "apply",
+            lambda original, storage, x, bias, ops: (
+                original(storage, x / x.abs().max(), None, ops) * x.abs().max() + bias
+                if bias is not None
+                else original(storage, x / x.abs().max(), None, ops) * x.abs().max()
+            ),
+            {"no_rows"},
+        ),
+        (
+            "finalize",
+            lambda original, storage, ops: {k: v.flip(0) for k, v in original(storage, ops).items()},
+            {"keeps_what_was_loaded"},
+        ),
+        (
+            "finalize",
+            lambda original, storage, ops: original({"weight": storage["weight"] / 2}, ops),
+            {"keeps_what_was_loaded"},
+        ),
+        (
+            "create",
+            lambda original, n, i, dtype, device: original(n, i, dtype, torch.device("cpu")),
+            {"creates_nothing_on_meta"},
+        ),
+    ],
+)
+def test_quant_method(plant_bug: PlantBug, registry: Registry, method: str, bug: Any, broken: set[str]) -> None:
+    def make(section: Any) -> Any:
+        made = registry.create("quant_method", "unquantized", section)
+        original = getattr(made, method)
+        setattr(made, method, lambda *arguments: bug(original, *arguments))
+        return made
+
+    spec = dataclasses.replace(registry.get("quant_method", "unquantized"), factory=plant_bug(make))
+    ops = registry.create("platform", "reference", threads=1).ops
+    assert failures(quant_method.checks(spec, ops)) == broken
+
+
+@pytest.mark.parametrize(
+    ("bug", "broken"),
+    [
+        (lambda blocks, rows: blocks.float(), "blocks"),
+        (lambda blocks, rows: blocks.roll(1, 1), "blocks"),
+        (lambda blocks, rows: blocks ^ (rows.shape[0] > 1), "rows_stand_alone"),
+    ],
+)
+def test_load_time_method(plant_bug: PlantBug, registry: Registry, bug: Any, broken: str) -> None:
+    def make(section: Any) -> Any:
+        made = registry.create("quant_method", "int8", section)
+        original = made.encode
+        made.encode = lambda rows, block_type: bug(original(rows, block_type), rows)
+        return made
+
+    ops = registry.create("platform", "reference", threads=1).ops
+    spec = dataclasses.replace(registry.get("quant_method", "int8"), factory=plant_bug(make))
+    assert broken in failures(quant_method.checks(spec, ops))
+    spec = dataclasses.replace(registry.get("quant_method", "int8"), matches=plant_bug(lambda section: section is None))
+    assert failures(quant_method.checks(spec, ops)) == {"matches_no_checkpoint"}
+
+
+class PerRow:
+    """A correct method with eight bits and a scale per row; `encode` is what its checkpoints hold."""
+
+    name = "per-row"
+
+    def __init__(self, section: Any) -> None:
+        self.section = section
+
+    def create(self, n: int, i: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        self.dtype = dtype
+        return {
+            "codes": torch.empty(n, i, dtype=torch.int8, device=device),
+            "scales": torch.empty(n, dtype=torch.float32, device=device),
+        }
+
+    def finalize(self, storage: dict[str, Tensor], ops: Any) -> dict[str, Tensor]:
+        return storage
+
+    def apply(self, storage: dict[str, Tensor], x: Tensor, bias: Tensor | None, ops: Any) -> Tensor:
+        return ops.linear(x.float(), self.dequantize(storage), None if bias is None else bias.float()).to(x.dtype)  # type: ignore[no-any-return]
+
+    def dequantize(self, storage: dict[str, Tensor]) -> Tensor:
+        return storage["codes"].float() * storage["scales"][:, None]
+
+
+def per_row(original: Tensor) -> dict[str, Tensor]:
+    scales = original.abs().amax(1) / 127
+    return {"codes": (original / scales[:, None]).round().to(torch.int8), "scales": scales}
+
+
+@pytest.mark.parametrize(
+    ("encode", "said"),
+    [
+        (per_row, ""),
+        (None, 'the example has no "encode"'),
+        (lambda original: {**per_row(original), "zeros": original}, "encode gives 'zeros'"),
+        (lambda original: {"codes": per_row(original)["codes"]}, "encode gives no .'scales'."),
+        (lambda original: {**per_row(original), "scales": torch.ones(1)}, "scales: encode gives"),
+        (lambda original: {**per_row(original), "scales": per_row(original)["scales"] * 1.1}, "comes back off by"),
+    ],
+    ids=["correct", "none", "a stranger", "one missing", "another shape", "another scale"],
+)
+def test_a_method_with_packed_weights_is_checked_from_its_checkpoint(
+    plant_bug: PlantBug, registry: Registry, encode: Any, said: str
+) -> None:
+    example: dict[str, Any] = {"section": {"quant_method": "per-row"}, "shape": [48, 32], "tolerance": 0.01}
+    if encode is not None:
+        example["encode"] = plant_bug(encode, "encode")
+    matches = plant_bug(lambda section: section == example["section"], "matches")
+    spec = QuantMethodSpec(
+        name="per-row", api=1, factory=plant_bug(PerRow), matches=matches, dtypes=("float32",), example=example
+    )
+    ops = registry.create("platform", "reference", threads=1).ops
+    assert failures(quant_method.checks(spec, ops)) == ({"keeps_what_was_loaded"} if said else set())
+    if said:
+        [check] = [check for check in quant_method.checks(spec, ops) if check.name.startswith("keeps")]
+        with pytest.raises(AssertionError, match=said):
+            check.run()
