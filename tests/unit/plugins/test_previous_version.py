@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from api_server import MODEL, in_process
-from infer.config.engine import EngineConfig, PluginsSection
+from infer.config.engine import PluginsSection
 from infer.errors import PluginContractError
 from infer.plugins import ParserEvent, Probe
 from infer.plugins.contracts import CONTRACTS
 from infer.plugins.manager import build_registry
-from infer.testing.fake_engine import scripted
+from infer.text.output_parsing import choose_parser, open_parser
 
 Plant = Callable[..., None]
 OLD = """
@@ -38,7 +37,7 @@ OLD = """
     @hookimpl
     def infer_parsers():
         return [ParserSpec(name="shouts", api={api}, factory="planted_alpha:Shouts", fingerprints=("<assistant>",),
-                           reasoning_end=("</t>",), reasoning_close="</t>", example={{}})]
+                           example={{}})]
 
     @hookimpl
     def infer_grammars():
@@ -83,19 +82,19 @@ def moved_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("moved_on")
-@pytest.mark.anyio
 @pytest.mark.row(
     "ENG-PLUGIN-SYSTEM", "one built for another plugin-API version is refused with both versions in the message"
 )
-async def test_an_old_plugin_serves_requests_of_today(plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
-    """Over HTTP: the server opens parsers as it opens the current ones."""
+def test_an_old_plugin_reads_answers_as_the_server_reads_them(plant: Plant, caplog: pytest.LogCaptureFixture) -> None:
+    """Chosen by the chat template and opened by what the server opens parsers with, then run by the current calls."""
     plant("alpha", OLD.format(api=1))
-    config = EngineConfig(cache={"num_blocks": 64}, api={"reasoning_parser": "shouts"})
-    async with in_process(scripted("hello"), settings={"reasoning_parser": "shouts"}, config=config) as (client, _):
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
-        reply = await client.post("/v1/chat/completions", json=asked)
-    assert reply.json()["choices"][0]["message"]["content"] == "HELLO"
-    assert [record.getMessage() for record in caplog.records if "alpha" in record.getMessage()] == [
+    registry = build_registry(PluginsSection())
+    spec = choose_parser(registry, "{{ messages }}<assistant>")
+    assert spec is not None
+    parser = open_parser(registry, spec, [{"type": "function"}], "<assistant>")
+    said = [*parser.feed("hel", [1, 2]), *parser.feed("lo", [3]), *parser.finish()]
+    assert said == [ParserEvent("text", "HELLO")]
+    assert [record.getMessage() for record in caplog.records] == [
         "plugin to be upgraded: parser 'shouts' of alpha 1.0: built for version 1 of the parser contract; the current one is 2 "
         "(a parser is made of the tools and says events as it reads), and 1 is refused when 3 comes; upgrade the plugin",
         "plugin to be upgraded: grammar 'old' of alpha 1.0: built for version 1 of the grammar contract; the current one is 2, "
