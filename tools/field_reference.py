@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from infer.api import generate, ollama_schemas, render_schemas, sglang_schemas, utility
+from infer.api.anthropic import schemas as anthropic_schemas
 from infer.api.fields import Body
 from infer.api.openai import batches, schemas
 from infer.api.openai.responses.schemas import RESPONSES
@@ -28,6 +29,13 @@ BODIES: tuple[Body, ...] = (
     render_schemas.DERENDER,
     utility.TOKENIZE,
     utility.DETOKENIZE,
+    anthropic_schemas.MESSAGES,
+    anthropic_schemas.COUNT_TOKENS,
+    *anthropic_schemas.BLOCKS.values(),
+    anthropic_schemas.TOOL,
+    anthropic_schemas.TOOL_CHOICE,
+    anthropic_schemas.THINKING,
+    anthropic_schemas.OUTPUT_CONFIG,
     ollama_schemas.CHAT,
     ollama_schemas.GENERATE,
     ollama_schemas.OPTIONS,

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.api import generate, health, metrics, ollama, render, render_completions, sglang, utility
 from infer.api.answers import AnswerFormats
+from infer.api.anthropic import messages
 from infer.api.auth import key_digests
 from infer.api.context import ApiContext, CallRegister
 from infer.api.endpoints import check_paths, open_endpoints
@@ -40,6 +41,7 @@ TOPICS: tuple[Topic, ...] = (
     completions.routes,
     response_endpoints.routes,
     batches.routes,
+    messages.routes,
     render.routes,
     render_completions.routes,
     generate.routes,

@@ -79,7 +79,7 @@ def origin_headers(method: str, headers: Headers, allowed: tuple[str, ...]) -> d
         )
     return {
         "access-control-allow-origin": "*" if "*" in allowed else origin,
-        "access-control-expose-headers": "x-request-id, x-infer-notice, retry-after",
+        "access-control-expose-headers": "x-request-id, request-id, x-infer-notice, retry-after",
         "vary": "Origin",
     }
 

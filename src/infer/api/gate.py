@@ -21,6 +21,8 @@ from infer.api.errors import ApiError, error_response
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID_HEADERS = ("x-request-id", "request-id")
+"""OpenAI's name in replies, and Anthropic's."""
 LINGER = 5.0
 """Seconds to read on after refusing a request, so that a client still sending sees the reply and not a reset."""
 
@@ -70,7 +72,7 @@ class _Exchange:
     """One request and its response, watched from outside."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers = {"x-request-id": scope["infer.request_id"]}
+        self.headers = {name: str(scope["infer.request_id"]) for name in REQUEST_ID_HEADERS}
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -117,7 +119,7 @@ class _Exchange:
                 self._scope["path"],
                 self._status or "client gone",
                 time.monotonic() - self._began,
-                self.headers["x-request-id"],
+                self._scope["infer.request_id"],
             )
 
 

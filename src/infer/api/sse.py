@@ -98,7 +98,10 @@ class EventStream:
                 if now - self._writing_since >= self._write_timeout:
                     self._on_stalled()
             elif not self.ended and now - self._last_write >= self._keep_alive * 0.9:
-                await self.write(f": {self._comment()}\n\n".encode())
+                await self.write(self._sign_of_life())
+
+    def _sign_of_life(self) -> bytes:
+        return f": {self._comment()}\n\n".encode()
 
 
 class EventFrame:

@@ -5,6 +5,7 @@ Runs in request tasks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,11 @@ def chat_messages(body: ChatBody, call: Call, plan: AnswerPlan) -> list[dict[str
         messages = [
             {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
         ]
+    return shown_messages(messages, call, plan)
+
+
+def shown_messages(messages: Sequence[dict[str, Any]], call: Call, plan: AnswerPlan) -> list[dict[str, Any]]:
+    """As the template gets them: one that knows no tools is told of them in words."""
     if plan.asked.tools and not plan.formats.shows_tools:
         call.notices.append("tools: the chat template knows none; the system message lists them")
     return plan.formats.messages(messages, plan.asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.responses import Response
@@ -20,7 +21,9 @@ def routes(context: ApiContext) -> list[ApiRoute]:
 
 async def list_models(call: Call) -> Response:
     context = call.context
-    return call.json({"object": "list", "data": [_card(context, name) for name in context.model_names]})
+    names = context.model_names
+    page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's; there is one
+    return call.json({"object": "list", "data": [_card(context, name) for name in names], **page})
 
 
 async def retrieve_model(call: Call) -> Response:
@@ -52,4 +55,18 @@ def _card(context: ApiContext, name: str) -> dict[str, Any]:
         "root": context.engine.config.model.ref,
         "parent": None,
         "max_model_len": context.engine.max_model_len,
+        **_for_anthropic(context, name),
+    }
+
+
+def _for_anthropic(context: ApiContext, name: str) -> dict[str, Any]:
+    """What the client of the Messages API reads beside."""
+    created = datetime.fromtimestamp(context.created, UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "type": "model",
+        "display_name": name,
+        "created_at": created,
+        "lifecycle": "active",
+        "max_input_tokens": context.engine.max_model_len,
+        "max_tokens": context.engine.max_model_len,
     }
