@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
+    from infer.plugins.checkpoint_format import (
+        CheckpointFormat,
+        GroupedRows,
+        StoredTensor,
+        StoredWeight,
+        check_tensor,
+    )
     from infer.plugins.endpoint import (
         EndpointCall,
         EndpointEvents,
@@ -59,6 +66,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "artifact_field": ("ArtifactField", "ArtifactFieldSpec", "TapFacts"),
+    "checkpoint_format": ("CheckpointFormat", "GroupedRows", "StoredTensor", "StoredWeight", "check_tensor"),
     "endpoint": (
         "EndpointCall",
         "EndpointEvents",
@@ -117,6 +125,7 @@ __all__ = [
     "BuildContext",
     "CallSyntax",
     "CausalLM",
+    "CheckpointFormat",
     "DecodeStream",
     "EndpointCall",
     "EndpointEvents",
@@ -136,6 +145,7 @@ __all__ = [
     "GrammarSource",
     "GrammarSpec",
     "Graph",
+    "GroupedRows",
     "KVConnectorSpec",
     "LoadTimeMethod",
     "LogitsProcessor",
@@ -165,6 +175,8 @@ __all__ = [
     "StepSnapshot",
     "StorageTarget",
     "StorageTargetSpec",
+    "StoredTensor",
+    "StoredWeight",
     "SupportsExpiry",
     "SupportsGraphs",
     "SupportsHiddenTaps",
@@ -181,6 +193,7 @@ __all__ = [
     "WorkerConnector",
     "WriteKV",
     "build_registry",
+    "check_tensor",
     "hookimpl",
 ]
 

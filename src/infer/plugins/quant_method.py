@@ -35,6 +35,10 @@ class QuantMethodSpec:
     weight, "encode": "module:attr"}: from an original float32 [N, I] to the tensors of a checkpoint, by the names of `create`;
     not needed where the storage is one floating-point "weight". With `at_load`
     "tolerance" bounds the relative root-mean-square error of normally distributed weights, for the coarsest role."""
+    reader: str | None = None
+    """"module:attr", called as `reader(section) -> plugins.checkpoint_format.CheckpointFormat`: how such a checkpoint stores its
+    weights. The engine makes blocks or plain weights of them, and the method's own storage holds the plain ones. Raises
+    `UnsupportedModelError` for variants it does not read. None: the method's storage is what the checkpoint stores."""
     at_load: bool = False
     """It makes blocks of the plain weights of any checkpoint while they are loaded."""
 
