@@ -11,6 +11,7 @@ import torch
 
 from infer.plugins import Registry
 from infer.testing.kits import platform
+from infer.testing.kits._platform_ops import OPTIONAL as WATCHED
 from planted_bugs import PlantBug, failures, plant_bug, registry
 
 __all__ = ["plant_bug", "registry"]
@@ -57,6 +58,51 @@ def test_platform_op(plant_bug: PlantBug, registry: Registry, op: str, bug: Any,
 
     spec = dataclasses.replace(registry.get("platform", "reference"), factory=plant_bug(make))
     assert failures(platform.checks(spec)) == {broken}
+
+
+OPTIONAL = [
+    ("topk_router", lambda o, x, rule, bias, tap: o(x, rule, bias, None), "topk_router"),
+    ("topk_router", lambda o, x, rule, bias, tap: o(x, rule, None, tap), "topk_router"),
+    ("topk_router", lambda o, x, rule, bias, tap: o(x, dataclasses.replace(rule, scale=1.0), bias, tap), "topk_router"),
+    (
+        "topk_router",
+        lambda o, x, rule, bias, tap: o(x, dataclasses.replace(rule, num_groups=1), bias, tap),
+        "topk_router",
+    ),
+    ("topk_router", lambda o, x, rule, bias, tap: tuple(t.flip(1) for t in o(x, rule, bias, tap)), "topk_router"),
+    ("topk_router", lambda o, x, rule, bias, tap: tap.zero_() is not None and o(x, rule, bias, tap), "topk_router"),
+    ("moe", lambda o, x, ids, w, up, down: o(x, ids, w.flip(1), up, down), "moe"),
+    ("moe", lambda o, x, ids, w, up, down: o(x, ids, w, up.roll(up.shape[1] // 2, 1), down), "moe"),
+    ("moe", lambda o, x, ids, w, up, down: o(x, ids, w, up, down) + 0 * down.sum(), "moe"),
+    ("pack", lambda o, weight: o(weight * 1.5), "packed"),
+    ("pack", lambda o, weight: o(weight.flip(0)), "packed"),
+    ("head_logits", lambda o, hidden, weight: o(hidden, weight).bfloat16().float(), "head_logits"),
+    ("rotary_angles", lambda o, positions, frequencies, factor: o(positions, frequencies, 1.0), "rotary_angles"),
+    ("scale", lambda o, x, factor: o(x, -factor), "small"),
+    ("sigmoid", lambda o, x: o(-x), "small"),
+    ("tanh", lambda o, x: o(x / 2), "small"),
+    ("add_shared", lambda o, x, shared, gate: o(x, shared, None), "small"),
+]
+
+
+@pytest.mark.parametrize(("op", "bug", "broken"), OPTIONAL, ids=[f"{op}-{i}" for i, (op, _, _) in enumerate(OPTIONAL)])
+def test_optional_platform_op(plant_bug: PlantBug, registry: Registry, op: str, bug: Any, broken: str) -> None:
+    """On the platform that has them all."""
+
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "cpu", threads)
+        original = getattr(made.ops, op)
+        assert original is not None
+        made.ops = dataclasses.replace(made.ops, **{op: lambda *arguments: bug(original, *arguments)})
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant_bug(make))
+    checks = [
+        check
+        for check in platform.checks(spec)
+        if check.name.partition("[")[0] in {f.__name__.strip("_") for f in WATCHED}
+    ]
+    assert broken in failures(checks)
 
 
 class _Replays:

@@ -23,9 +23,8 @@ from infer.plugins.platform import (
     SupportsWorkspace,
 )
 from infer.testing.kits import Check, expect, load
+from infer.testing.kits._platform_ops import OPTIONAL, Draw, double
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Relative to the largest element: rounding of inputs' dtype, accumulated over the small shapes drawn here."""
 BLOCK_SIZE = 4
 
 
@@ -43,39 +42,27 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     yield Check("draw", partial(_draw, platform))
     yield Check("best", partial(_best, platform))
     for name in platform.limits().dtypes:
-        for body in (_embedding, _linear, _rms_norm, _add_rms_norm, _rotary, _gated, _gather, _write_kv, _attention):
+        for body in (
+            _embedding,
+            _linear,
+            _rms_norm,
+            _add_rms_norm,
+            _rotary,
+            _gated,
+            _gather,
+            _write_kv,
+            _attention,
+            *OPTIONAL,
+        ):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, platform, getattr(torch, name)))
         if "fp8_e4m3" in platform.limits().cache_dtypes:
             yield Check(f"fp8_cache[{name}]", partial(_run, _fp8_cache, platform, getattr(torch, name)))
-
-
-class Draw:
-    """Seeded tensors of one dtype on the platform's device."""
-
-    def __init__(self, platform: Platform, dtype: torch.dtype) -> None:
-        self.dtype, self.device = dtype, platform.device
-        self._generator = torch.Generator().manual_seed(0)
-
-    def floats(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator).to(self.device, self.dtype)
-
-    def close(self, found: Tensor, expected: Tensor, what: str) -> None:
-        """`expected` in float64 on CPU."""
-        expect(tuple(found.shape) == tuple(expected.shape), f"{what}: shape {tuple(found.shape)}")
-        expect(found.dtype == self.dtype, f"{what}: dtype {found.dtype}")
-        if expected.numel():
-            error = ((found.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
-            expect(error <= TOLERANCE[self.dtype], f"{what}: off by {error:.2e} of the largest element")
 
 
 def _run(body: Callable[[Ops, Draw], None], platform: Platform, dtype: torch.dtype) -> None:
     with platform.step_context():
         body(platform.ops, Draw(platform, dtype))
         platform.synchronize()
-
-
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double().cpu()
 
 
 def _probe(probe: Probe) -> None:
@@ -125,7 +112,7 @@ def _workspace(platform: Platform) -> None:
         for num_bytes in (size, 1):
             platform.reserve_workspace(num_bytes)
             for _ in range(2):
-                draw.close(platform.ops.linear(x, weight, None), _double(x) @ _double(weight).T, "linear in the buffer")
+                draw.close(platform.ops.linear(x, weight, None), double(x) @ double(weight).T, "linear in the buffer")
                 platform.trim()
 
 
@@ -222,25 +209,25 @@ def _best(platform: Platform) -> None:
 
 def _embedding(ops: Ops, draw: Draw) -> None:
     weight, ids = draw.floats(11, 6), torch.tensor([10, 0, 3, 3], device=draw.device)
-    draw.close(ops.embedding(ids, weight), _double(weight)[ids.cpu()], "embedding")
+    draw.close(ops.embedding(ids, weight), double(weight)[ids.cpu()], "embedding")
 
 
 def _linear(ops: Ops, draw: Draw) -> None:
     weight, bias = draw.floats(24, 40), draw.floats(24)
     for rows in (0, 1, 7):
         x = draw.floats(rows, 40)
-        product = _double(x) @ _double(weight).T
+        product = double(x) @ double(weight).T
         draw.close(ops.linear(x, weight, None), product, f"linear of {rows} rows")
-        draw.close(ops.linear(x, weight, bias), product + _double(bias), f"linear of {rows} rows with bias")
+        draw.close(ops.linear(x, weight, bias), product + double(bias), f"linear of {rows} rows with bias")
 
 
 def _rms_norm(ops: Ops, draw: Draw) -> None:
     for shape in ((5, 32), (5, 3, 16)):  # also per head
         x, weight = draw.floats(*shape) * 100, draw.floats(shape[-1])
-        draw.close(ops.rms_norm(x, weight, 1e-5), _normed(_double(x), _double(weight), 1e-5), f"rms_norm of {shape}")
+        draw.close(ops.rms_norm(x, weight, 1e-5), _normed(double(x), double(weight), 1e-5), f"rms_norm of {shape}")
     tiny = torch.full((1, 8), 1e-4, device=draw.device, dtype=draw.dtype)
     weight = draw.floats(8)
-    expected = _normed(_double(tiny), _double(weight), 1e-2)
+    expected = _normed(double(tiny), double(weight), 1e-2)
     draw.close(ops.rms_norm(tiny, weight, 1e-2), expected, "rms_norm where eps rules")
 
 
@@ -253,8 +240,8 @@ def _add_rms_norm(ops: Ops, draw: Draw) -> None:
         return
     x, residual, weight = draw.floats(5, 32), draw.floats(5, 32), draw.floats(32)
     normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
-    draw.close(total, _double(x) + _double(residual), "add_rms_norm: sum")
-    draw.close(normed, _normed(_double(x) + _double(residual), _double(weight), 1e-5), "add_rms_norm: norm")
+    draw.close(total, double(x) + double(residual), "add_rms_norm: sum")
+    draw.close(normed, _normed(double(x) + double(residual), double(weight), 1e-5), "add_rms_norm: norm")
 
 
 def _rotary(ops: Ops, draw: Draw) -> None:
@@ -264,7 +251,7 @@ def _rotary(ops: Ops, draw: Draw) -> None:
         angle = torch.arange(5 * half, device=draw.device).reshape(5, half) / 3
         cos, sin = angle.cos().to(draw.dtype), angle.sin().to(draw.dtype)
         for found, x in zip(ops.rotary(q, k, cos, sin), (q, k), strict=True):
-            draw.close(found, _rotated(_double(x), _double(cos), _double(sin)), f"rotary over 2 x {half} of 8")
+            draw.close(found, _rotated(double(x), double(cos), double(sin)), f"rotary over 2 x {half} of 8")
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -278,7 +265,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _gated(ops: Ops, draw: Draw) -> None:
     x = draw.floats(5, 24) * 3
-    gate, up = _double(x).chunk(2, dim=-1)
+    gate, up = double(x).chunk(2, dim=-1)
     draw.close(ops.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, "silu_and_mul")
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     draw.close(ops.gelu_tanh_and_mul(x), 0.5 * gate * (1 + inner.tanh()) * up, "gelu_tanh_and_mul")
@@ -286,7 +273,7 @@ def _gated(ops: Ops, draw: Draw) -> None:
 
 def _gather(ops: Ops, draw: Draw) -> None:
     x, rows = draw.floats(6, 5), torch.tensor([5, 0, 5], device=draw.device)
-    draw.close(ops.gather_rows(x, rows), _double(x)[rows.cpu()], "gather_rows")
+    draw.close(ops.gather_rows(x, rows), double(x)[rows.cpu()], "gather_rows")
 
 
 def _write_kv(ops: Ops, draw: Draw) -> None:
@@ -296,7 +283,7 @@ def _write_kv(ops: Ops, draw: Draw) -> None:
         ops.write_kv(k, v, caches[0], caches[1], torch.tensor([9, 4, 15], device=draw.device))
         for found, new in zip(caches, (k, v), strict=True):
             expected = torch.full((4 * BLOCK_SIZE, *new.shape[1:]), 7.0, dtype=torch.float64)
-            expected[[9, 4, 15]] = _double(new)
+            expected[[9, 4, 15]] = double(new)
             draw.close(found, expected.reshape(4, BLOCK_SIZE, *new.shape[1:]), "write_kv")
 
 
@@ -326,7 +313,7 @@ def _fp8_cache(ops: Ops, draw: Draw) -> None:
     )
     q = draw.floats(3, 4, 8)
     found = ops.attention(q, caches[0], caches[1], metadata, 0.3, None, None, scales)
-    draw.close(found, _attended(_double(q), held[0], held[1], 0.3, None, None), "attention over an fp8 cache")
+    draw.close(found, _attended(double(q), held[0], held[1], 0.3, None, None), "attention over an fp8 cache")
 
 
 def _attention(ops: Ops, draw: Draw) -> None:
@@ -367,9 +354,9 @@ def _attention_over(ops: Ops, draw: Draw, value_size: int) -> None:
             num_decode_rows=2,
         )
         found = ops.attention(q, k_cache, v_cache, metadata, 0.3, window, softcap)
-        rows = [_double(q[a:b]) for a, b in itertools.pairwise(starts)]
+        rows = [double(q[a:b]) for a, b in itertools.pairwise(starts)]
         expected = [
-            _attended(row, _double(key), _double(value), 0.3, window, softcap)
+            _attended(row, double(key), double(value), 0.3, window, softcap)
             for row, key, value in zip(rows, keys, values, strict=True)
         ]
         what = f"attention with window {window}, softcap {softcap}, values of {value_size}"
