@@ -56,6 +56,23 @@ class ByteTokenizer:
         return {"bos_token": "<s>"}
 
 
+class EndsWithText(ByteTokenizer):
+    """One that knows its bytes: its end of sequence counts as text."""
+
+    eos_token_ids = (10,)
+    special_token_ids = frozenset({256})
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else b"<s>"
+
+
+class NamesForBytes(EndsWithText):
+    eos_token_ids = (256,)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return b"<0x%02X>" % token_id
+
+
 class TwoBos(ByteTokenizer):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [256, 256] * add_special_tokens + list(text.encode())
@@ -94,6 +111,8 @@ class SmallVocabulary(ByteTokenizer):
         (OneIdAtATime, {"stream", "stream_after_prompt"}),
         (RepeatsThePrompt, {"stream_after_prompt"}),
         (SmallVocabulary, {"round_trip"}),
+        (EndsWithText, {"token_bytes"}),
+        (NamesForBytes, {"token_bytes"}),
     ],
 )
 def test_tokenizer(plant_bug: PlantBug, tmp_path: Path, bug: type[ByteTokenizer], broken: set[str]) -> None:

@@ -103,6 +103,7 @@ def test_quant_method(registry: Registry, name: str, ops: Ops) -> None:
     run(quant_method.checks(registry.get("quant_method", name), ops))
 
 
+@pytest.mark.row("X-PLUGIN-KIT", "the built-in models pass it")
 @pytest.mark.parametrize("name", names("model"))
 def test_model(registry: Registry, name: str, ops: Ops, plain: QuantMethod) -> None:
     run(model.checks(registry.get("model", name), ops, plain))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from infer.plugins.tokenizer import Tokenizer, TokenizerSpec
+from infer.plugins.tokenizer import SupportsTokenBytes, Tokenizer, TokenizerSpec
 from infer.testing.kits import Check, expect, load
 
 TEXTS = (
@@ -32,7 +32,7 @@ def checks(spec: TokenizerSpec, path: Path, texts: Sequence[str] | None = None) 
             body(tokenizer, text)
 
     yield Check("finds_its_own_files", lambda: _probe(spec, path))
-    for body in (_round_trip, _special_tokens_once, _stream, _stream_after_prompt, _threads):
+    for body in (_round_trip, _special_tokens_once, _token_bytes, _stream, _stream_after_prompt, _threads):
         yield Check(body.__name__.strip("_"), partial(run, body))
 
 
@@ -75,6 +75,22 @@ def _special_tokens_once(tokenizer: Tokenizer, text: str) -> None:
     shown, hidden = tokenizer.decode(ids, skip_special_tokens=False), tokenizer.decode(ids)
     expect(hidden == text, f"decode without special tokens gives {hidden!r}")
     expect(len(shown) >= len(hidden), "special tokens are not shown when asked for")
+
+
+def _token_bytes(tokenizer: Tokenizer, text: str) -> None:
+    """Where tokens are pieces of UTF-8: those of a text are the text, and an end of sequence is none. A leading space is the
+    format's own affair."""
+    if not isinstance(tokenizer, SupportsTokenBytes):
+        return
+    special = tokenizer.special_token_ids
+    ordinary = sorted(set(tokenizer.eos_token_ids) - special)
+    expect(not ordinary, f"eos_token_ids {ordinary} are not among special_token_ids")
+    pieces = [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text, add_special_tokens=False)]
+    if None not in pieces:
+        joined = b"".join(piece for piece in pieces if piece is not None)
+        expect(
+            joined.lstrip(b" ") == text.encode().lstrip(b" "), f"the bytes of its tokens are {joined!r}, not {text!r}"
+        )
 
 
 def _stream(tokenizer: Tokenizer, text: str) -> None:
