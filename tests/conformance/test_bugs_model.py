@@ -67,7 +67,89 @@ def test_model(plant_bug: PlantBug, registry: Registry, bug: Callable[[Any], Non
     spec = dataclasses.replace(registry.get("model", "llama"), factory=plant_bug(make))
     ops = registry.create("platform", "reference", threads=1).ops
     plain = registry.create("quant_method", "unquantized", None)
-    assert failures(model.checks(spec, ops, plain)) == broken
+    assert failures(model.checks(spec, ops, plain)) - {"hidden_taps", "route_taps"} == broken
+
+
+def _one_layer_off(made: Any) -> None:
+    original = made.set_hidden_taps
+    made.set_hidden_taps = lambda taps: original(
+        {1 - layer: rows for layer, rows in taps.items()} if len(taps) == 1 else taps
+    )
+
+
+def _forgets_to_stop(made: Any) -> None:
+    original, all_taps = made.set_hidden_taps, {}
+
+    def keep(taps: Any) -> None:
+        all_taps.update({layer: rows for layer, rows in taps.items() if layer not in all_taps})
+        original(all_taps)
+
+    made.set_hidden_taps = keep
+
+
+def _writes_nothing(made: Any) -> None:
+    made.set_hidden_taps = lambda taps: None
+
+
+def _writes_every_row(made: Any) -> None:
+    original = made.set_hidden_taps
+
+    def fill(taps: Any) -> None:
+        for rows in taps.values():
+            rows.zero_()
+        original(taps)
+
+    made.set_hidden_taps = fill
+
+
+def _wrong_shape(made: Any) -> None:
+    layers, size = made.hidden_shape()
+    made.hidden_shape = lambda: (layers + 1, size)
+
+
+@pytest.mark.parametrize("bug", [_one_layer_off, _forgets_to_stop, _writes_nothing, _writes_every_row, _wrong_shape])
+def test_hidden_taps(plant_bug: PlantBug, registry: Registry, bug: Callable[[Any], None]) -> None:
+    assert _failed(plant_bug, registry, "llama", bug) == {"hidden_taps"}
+
+
+def _no_route_taps(made: Any) -> None:
+    made.set_route_taps = lambda taps: None
+
+
+def _routes_are_not_taken_away(made: Any) -> None:
+    original = made.set_route_taps
+    made.set_route_taps = lambda taps: original(taps) if taps else None
+
+
+def _more_experts_than_it_says(made: Any) -> None:
+    layers = made.routed_layers()
+    made.routed_layers = lambda: tuple(msgspec.structs.replace(layer, num_experts=layer.top_k) for layer in layers)
+
+
+def _routes_backwards(made: Any) -> None:
+    layers = made.routed_layers()
+    made.routed_layers = lambda: layers[::-1]
+
+
+@pytest.mark.parametrize(
+    "bug", [_no_route_taps, _routes_are_not_taken_away, _more_experts_than_it_says, _routes_backwards]
+)
+def test_route_taps(plant_bug: PlantBug, registry: Registry, bug: Callable[[Any], None]) -> None:
+    assert _failed(plant_bug, registry, "qwen3_moe", bug) == {"route_taps"}
+
+
+def _failed(plant_bug: PlantBug, registry: Registry, name: str, bug: Callable[[Any], None]) -> set[str]:
+    factory = registry.load("model", name)
+
+    def make(config: Any, context: Any) -> Any:
+        made = factory(config, context)
+        bug(made)
+        return made
+
+    spec = dataclasses.replace(registry.get("model", name), factory=plant_bug(make))
+    ops = registry.create("platform", "reference", threads=1).ops
+    plain = registry.create("quant_method", "unquantized", None)
+    return failures(check for check in model.checks(spec, ops, plain) if check.name.endswith("taps"))
 
 
 def test_model_that_raises_what_python_raises(plant_bug: PlantBug, registry: Registry) -> None:

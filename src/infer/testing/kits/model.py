@@ -18,6 +18,7 @@ from infer.errors import ModelError
 from infer.layers.parameter import Layer, named_layers, named_parameters
 from infer.plugins.model import CausalLM, ModelSpec
 from infer.testing.kits import Check, expect, load
+from infer.testing.kits._model_taps import check_hidden, check_routes
 from infer.testing.tiny_models import DictCheckpoint, PagedDriver, build_model, model_config
 from infer.weights.loader import load_weights
 
@@ -32,7 +33,7 @@ TOLERANCE = 2e-4
 
 def checks(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> Iterator[Check]:
     """`ops` and `quant` are a correct platform's and method's, usually the reference's and the unquantized one."""
-    for body in (_meta, _weights, _kv_layout, _chunks, _batch):
+    for body in (_meta, _weights, _kv_layout, _chunks, _batch, _hidden_taps, _route_taps):
         yield Check(body.__name__.strip("_"), partial(body, spec, ops, quant))
     yield Check("typed_errors_for_bad_facts", partial(_bad_facts, spec))
     if spec.gguf is not None:
@@ -127,6 +128,14 @@ def _batch(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
     for name, logits in zip(prompts, together, strict=True):
         alone = _whole(model, prompts[name])
         _close(logits, alone[-len(logits) :], f"request {name!r} alone and in a batch disagree")
+
+
+def _hidden_taps(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
+    check_hidden(_random(spec, ops, quant), spec.example, _prompt(spec, 2))
+
+
+def _route_taps(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
+    check_routes(_random(spec, ops, quant), _prompt(spec, 2))
 
 
 def _close(found: Tensor, expected: Tensor, message: str) -> None:
