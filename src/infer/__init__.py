@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from infer.answer import ParsedAnswer, ToolCall
     from infer.config.engine import EngineConfig
     from infer.engine.engine import Engine
     from infer.errors import (
@@ -44,7 +45,16 @@ if TYPE_CHECKING:
     )
     from infer.options import BeamSearch, NamedProcessor, RepetitionDetection
     from infer.structured import StructuredOutput
-    from infer.types import CapturedRows, Choice, Completion, Delta, RequestTimings, SamplingParams, TokenLogprob, Usage
+    from infer.types import (
+        CapturedRows,
+        Choice,
+        Completion,
+        Delta,
+        RequestTimings,
+        SamplingParams,
+        TokenLogprob,
+        Usage,
+    )
 
     __version__: str
 
@@ -71,6 +81,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelError",
     "NamedProcessor",
+    "ParsedAnswer",
     "PluginConflictError",
     "PluginContractError",
     "PluginError",
@@ -88,6 +99,7 @@ __all__ = [
     "StorageUnavailableError",
     "StructuredOutput",
     "TokenLogprob",
+    "ToolCall",
     "UnknownPluginError",
     "UnsupportedModelError",
     "Usage",
@@ -104,6 +116,8 @@ def _home(name: str) -> str:
         return "infer.config.engine"
     if name in ("BeamSearch", "NamedProcessor", "RepetitionDetection"):
         return "infer.options"
+    if name in ("ParsedAnswer", "ToolCall"):
+        return "infer.answer"
     if name == "StructuredOutput":
         return "infer.structured"
     return "infer.errors" if name.endswith("Error") else "infer.types"

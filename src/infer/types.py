@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from infer.answer import ParsedAnswer, ToolCall
 from infer.errors import InvalidRequestError, shown
 from infer.options import (
     BEAM_FIELDS,
@@ -286,7 +287,7 @@ class CapturedRows:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer."""
+    """One finished answer. `text` is all of it."""
 
     index: int
     text: str
@@ -301,6 +302,22 @@ class Choice:
     """Artifact field -> its rows, for the fields that the request asked to have returned."""
     weight_versions: tuple[tuple[int, int, int], ...] = ()
     """(first output token, end, weight version): spans that cover every output token once."""
+    parsed: ParsedAnswer | None = None
+    """Of an answer to chat messages."""
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning and calls; all of it where the prompt was no chat."""
+        return self.text if self.parsed is None else self.parsed.content
+
+    @property
+    def reasoning(self) -> str:
+        return "" if self.parsed is None else self.parsed.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Of a request that had `tools`, in order."""
+        return () if self.parsed is None else self.parsed.tool_calls
 
     @property
     def routed_experts(self) -> CapturedRows | None:
@@ -347,6 +364,19 @@ class Completion:
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning and calls, of an answer to chat messages."""
+        return self.choices[0].content
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
 
     @property
     def token_ids(self) -> tuple[int, ...]:

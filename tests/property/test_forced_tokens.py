@@ -156,20 +156,27 @@ actions = st.lists(
 )
 
 
+def make_driver(values: dict[str, Any], *, skip: bool) -> StepDriver:
+    values = dict(values)
+    size, capacity, window = values.pop("block_size"), values.pop("capacity"), values.pop("window")
+    cached = values.pop("prefix_caching")
+    del values["depth"]
+    groups = [full_group(capacity // size)]
+    if window is not None:
+        most = values["max_num_seqs"] * (-(-(window + values["max_num_batched_tokens"]) // size) + 1)
+        groups.append(sliding_group(min(capacity // size, most), window))
+    cache = cache_config(*groups, block_size=size, prefix_caching=cached)
+    driver = StepDriver(cache, next_token=hashed_token(SIZE), **values)
+    driver.worker.grammars = MadeUpGrammars(skip=skip)
+    return driver
+
+
 class Load:
     """One scheduler with guided and free requests."""
 
     def __init__(self, values: dict[str, Any], *, skip: bool) -> None:
-        values = dict(values)
-        size, capacity, window = values.pop("block_size"), values.pop("capacity"), values.pop("window")
-        cached, self.depth = values.pop("prefix_caching"), values.pop("depth")
-        groups = [full_group(capacity // size)]
-        if window is not None:
-            most = values["max_num_seqs"] * (-(-(window + values["max_num_batched_tokens"]) // size) + 1)
-            groups.append(sliding_group(min(capacity // size, most), window))
-        cache = cache_config(*groups, block_size=size, prefix_caching=cached)
-        self.driver = StepDriver(cache, next_token=hashed_token(SIZE), **values)
-        self.driver.worker.grammars = MadeUpGrammars(skip=skip)
+        self.depth: int = values["depth"]
+        self.driver = make_driver(values, skip=skip)
         self.disturbed: set[str] = set()
         self.failures = False
 
@@ -307,9 +314,8 @@ def random_script(chance: random.Random) -> list[tuple[str, Any]]:
     return script
 
 
-@pytest.mark.row(ROW, "with forced-token skipping the tokens are identical, under any schedule")
-@pytest.mark.parametrize("seed", range(24))
-def test_crowded_mixes(seed: int) -> None:
+def crowded(seed: int, *, skip: bool) -> Load:
+    """A mix of that seed, served to its end."""
     chance = random.Random(seed)
     values = {
         "block_size": chance.choice([1, 4, 16]),
@@ -322,11 +328,16 @@ def test_crowded_mixes(seed: int) -> None:
         "max_num_batched_tokens": chance.choice([7, 16, 64]),
         "long_prefill_threshold": 0,
     }
-    script = random_script(chance)
+    load = play(values, random_script(chance), skip=skip)
+    load.finish()
+    return load
+
+
+@pytest.mark.row(ROW, "with forced-token skipping the tokens are identical, under any schedule")
+@pytest.mark.parametrize("seed", range(24))
+def test_crowded_mixes(seed: int) -> None:
     for skip in (False, True):
-        load = play(values, script, skip=skip)
-        load.finish()
-        assert bool(load.driver.scheduler.stats.draft_tokens) is skip
+        assert bool(crowded(seed, skip=skip).driver.scheduler.stats.draft_tokens) is skip
 
 
 @pytest.mark.row(ROW, "fewer model steps with identical tokens")

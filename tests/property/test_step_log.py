@@ -25,7 +25,7 @@ from infer.engine.step_log.log_file import LogFile
 from infer.engine.step_log.recording import StepLog, recorded
 from infer.engine.step_log.replay import ReplayReport, read_records, replay
 from infer.errors import StepLogError
-from property import test_captured_rows, test_scheduler
+from property import test_captured_rows, test_forced_tokens, test_scheduler
 from step_driver import StepDriver
 
 
@@ -138,6 +138,16 @@ def test_captured_rows_too(recordings: Recordings, first: int) -> None:
 
 
 @pytest.mark.heavy
+@pytest.mark.row("X-STEPLOG", "tokens that a grammar forces are fed in the same steps")
+def test_drafts_come_out_the_same(recordings: Recordings) -> None:
+    for seed in range(12):
+        load, path = recordings.of(
+            test_forced_tokens, lambda seed=seed: test_forced_tokens.crowded(seed, skip=True), files=seed % 2 == 1
+        )
+        check(path)
+        assert load.driver.scheduler.stats.draft_tokens > 0
+
+
 @pytest.mark.row("X-STEPLOG", "replay of random traces reproduces every scheduling decision with no model loaded")
 @pytest.mark.parametrize("first", range(1000, 2000, 100))
 def test_a_thousand_traces(recordings: Recordings, first: int) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from infer.api.tool_requests import ANY_OBJECT, NO_TOOLS, ToolRequest
-from infer.api.tool_words import told_in_words
 from infer.engine.structured_admission import reasoning_parser
 from infer.errors import InvalidRequestError
 from infer.plugins.parser import CallSyntax, Parser, ParserEvent, ParserSpec
 from infer.text.call_grammar import call_or_form, may_call, must_call, syntax_of
 from infer.text.output_parsing import CallIds, choose_parser, open_parser, prompt_tail
 from infer.text.special_filter import SpecialTokenFilter
+from infer.text.tool_words import told_in_words
 
 if TYPE_CHECKING:
     from infer.config.engine import ApiSection

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedScheduler
+from infer.engine.answers import AnswerFormat, AnswerReader
 from infer.engine.feasibility import check_feasible
 from infer.engine.processor_admission import ProcessorAdmission
-from infer.engine.prompts import PromptEncoder
+from infer.engine.prompts import PromptEncoder, prompt_length
 from infer.engine.repetition import RepetitionDetector
 from infer.engine.request import Request
 from infer.engine.step import SamplingSpec
@@ -58,6 +59,8 @@ class Admitted:
     defaults: dict[str, Any]
     """Fields that generation_config.json gave."""
     guidance: Guidance = NO_GUIDANCE
+    answers: AnswerReader | None = None
+    """Of a chat: tells reasoning and calls from the answer."""
 
 
 NOTHING_PRIVATE = PrivateOutputs()
@@ -77,11 +80,13 @@ class Admission:
         max_model_len: int,
         guided: GuidedAdmission,
         processors: ProcessorAdmission,
+        answers: AnswerFormat,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._guided = guided
         self._processors = processors
+        self._answers = answers
         self.prompts = PromptEncoder(tokenizer, template)
         self._use_generation_config = use_generation_config
         self._max_num_seqs = scheduler.max_num_seqs
@@ -104,8 +109,9 @@ class Admission:
         if isinstance(self._tokenizer, NoTokenizer):
             self._tokenizer.check(params)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-            self._check_length(max(1, _length(prompt)), params)  # before anybody looks at every item
-        prompt_ids = await self.prompts.encode(prompt, tools=tools)
+            self._check_length(max(1, prompt_length(prompt)), params)  # before anybody looks at every item
+        told, shown_tools = self._answers.told(prompt, tools)
+        prompt_ids = await self.prompts.encode(told, tools=shown_tools)
         max_tokens = self._check_length(len(prompt_ids), params)
         self._check_ids(prompt_ids, params)
         _check_route_start(params, len(prompt_ids))
@@ -125,6 +131,7 @@ class Admission:
             params=params,
             defaults=defaults,
             guidance=guidance,
+            answers=self._answers.reader(prompt, prompt_ids, tools),
         )
 
     def _with_defaults(self, params: SamplingParams) -> tuple[SamplingParams, dict[str, Any]]:
@@ -297,13 +304,6 @@ def make_requests(
         )
         for index, spec in enumerate(admitted.specs)
     ]
-
-
-def _length(prompt: Sequence[Any]) -> int:
-    try:
-        return len(prompt)
-    except OverflowError:  # range(10**30)
-        return sys.maxsize
 
 
 def check_scheduling(priority: object, cache_salt: object) -> None:

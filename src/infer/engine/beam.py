@@ -258,6 +258,7 @@ class BeamSearches:
             logprobs=None if top is None else tuple(_cut(entry, top) for entry in beam.entries),
             seed=params.seed or 0,
             beam_score=score,
+            parsed=None if admitted.answers is None else admitted.answers.read(text, shown, f"beam-{index}"),
         )
 
     def _name(self, request_id: str | None) -> str:

@@ -5,6 +5,7 @@ Runs in the request's task. Part of the facade; holds the tokenizer and the chat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,8 @@ class PromptEncoder:
         **template_options: Any,
     ) -> list[int]:
         """Token ids of a prompt. `template_options` are those of `render`, for chat messages."""
-        is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
-        _check_tools(tools, is_chat)
+        chat = is_chat(prompt)
+        check_tools(tools, chat)
         if isinstance(prompt, str):
             return await self.encode_text(prompt, add_special_tokens=add_special_tokens)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
@@ -52,7 +53,7 @@ class PromptEncoder:
                 parameter="prompt",
                 value=prompt,
             )
-        if is_chat:
+        if chat:
             text = self.render(prompt, tools=tools, **template_options)
             # The template writes BOS and every other special token itself.
             return await self.encode_text(text, add_special_tokens=False)
@@ -127,10 +128,24 @@ class PromptEncoder:
         )
 
 
-def _check_tools(tools: object, is_chat: bool) -> None:
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is chat messages, as far as its first item shows."""
+    return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], dict)
+
+
+def prompt_length(prompt: Sequence[Any]) -> int:
+    """Items of a prompt; more than any context where it cannot be said."""
+    try:
+        return len(prompt)
+    except OverflowError:  # range(10**30)
+        return sys.maxsize
+
+
+def check_tools(tools: object, chat: bool) -> None:
+    """Raises `InvalidRequestError` for what is no list of tools, or is none of a chat."""
     if tools is None:
         return
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequestError(f"tools={shown(tools)} is not a list of tool objects", parameter="tools", value=tools)
-    if tools and not is_chat:
+    if tools and not chat:
         raise InvalidRequestError("tools need chat messages, not a raw prompt", parameter="tools")

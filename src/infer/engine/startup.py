@@ -23,6 +23,7 @@ from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig, choose_dtype, expands_quantized, resolve_within
 from infer.config.step_log import StepLogSection
 from infer.engine.admission import Admission
+from infer.engine.answers import AnswerFormat
 from infer.engine.executor.executor import Executor
 from infer.engine.executor.thread import ThreadExecutor
 from infer.engine.kv_cache.manager import KVCacheManager
@@ -168,6 +169,12 @@ def make_admission(parts: EngineParts, config: EngineConfig) -> Admission:
         parts.template,
         guided=parts.guided,
         processors=ProcessorAdmission(parts.registry, parts.model.vocab_size),
+        answers=AnswerFormat(
+            parts.registry,
+            parts.tokenizer,
+            "" if parts.template is None else parts.template.source,
+            config.structured_output.reasoning_parser,
+        ),
         use_generation_config=config.model.use_generation_config,
         max_model_len=max_len if limit is None else min(max_len, limit),
     )

@@ -43,6 +43,7 @@ class ChoiceText:
         self.stop_reason: int | str | None = None
         self._include_stop = params.include_stop
         self._stop_ids = admitted.stop_ids
+        self._answers = admitted.answers
         self._detokenizer = Detokenizer(tokenizer, admitted.prompt_ids, params.skip_special_tokens)
         forced = len(params.forced_token_ids or ())
         self._stop = StopMatcher(stops, params.include_stop, min_tokens=max(params.min_tokens, forced - 1))
@@ -93,9 +94,15 @@ class ChoiceText:
         self.logprobs += public
         return public
 
-    def choice(self) -> Choice:
+    def choice(self, request_id: str = "") -> Choice:
         if self.finish_reason is None:
             raise EngineError(f"choice {self.index} has not ended")
+        parsed = None
+        if self._answers is not None:
+            hidden = self.finish_reason == "stop" and self.token_ids[-1] in self._stop_ids and not self._include_stop
+            stop = self.stop_reason if isinstance(self.stop_reason, str) else None
+            shown = self.token_ids[:-1] if hidden and stop is None else self.token_ids
+            parsed = self._answers.read(self.text, shown, f"{request_id}-{self.index}", cut_at=stop)
         return Choice(
             index=self.index,
             text=self.text,
@@ -104,6 +111,7 @@ class ChoiceText:
             stop_reason=self.stop_reason,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             seed=self.seed,
+            parsed=parsed,
         )
 
 
@@ -302,7 +310,7 @@ class Stream:
         if self._delivery is not None:
             captured = await self._delivery.returned_rows(request, captured)
         self._ended[choice.index] = replace(
-            choice.choice(),
+            choice.choice(request.request_id),
             captured=captured,
             weight_versions=request.weight_versions(len(choice.token_ids)),
         )

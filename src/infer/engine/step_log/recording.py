@@ -221,6 +221,7 @@ class StepLog:
             else records.Rows(piece.start, piece.count, piece.num_cached, piece.versions, piece.error),
             hashes=self._new_hashes(request) if num_kept else [],
             token_ids=token_ids if self._token_ids else [],
+            num_drafts=len(request.drafts) if num_kept else 0,
         )
 
     # -- content by other names ----------------------------------------------------------------------------------
@@ -264,6 +265,7 @@ def describe(step: ScheduledStep | None, keys: Mapping[Request, int], digest: sn
         freed_slots=plan.freed_slots,
         forks=plan.forks,
         copies=plan.copies,
+        drafts=plan.drafts,
         aux=0 if plan.aux is None else _checksum(plan.aux, digest),
     )
 

@@ -108,6 +108,8 @@ class Planned(msgspec.Struct, tag="planned", omit_defaults=True):
     freed_slots: list[int] = []
     forks: list[tuple[int, int]] = []
     copies: list[tuple[int, int, int]] = []
+    drafts: list[tuple[int, int]] = []
+    """(row, known tokens at its end that its result brings)."""
     preempted: list[int] = []
     """Keys, in the order in which they lost their blocks."""
     evicted: list[bytes] = []
@@ -141,6 +143,8 @@ class Outcome(msgspec.Struct, array_like=True):
     hashes: list[bytes] = []
     """Of the blocks that its tokens completed."""
     token_ids: list[int] = []
+    num_drafts: int = 0
+    """Tokens that are known to follow."""
 
 
 class Applied(msgspec.Struct, tag="applied", omit_defaults=True):

@@ -238,6 +238,8 @@ class Replay:
             result.errors[row] = "it failed"
         if outcome.complete:
             result.complete.add(row)
+        if outcome.num_drafts:
+            result.drafts[row] = [0] * outcome.num_drafts
         if outcome.rows is not None and request.rows is not None:
             rows = outcome.rows
             data = {profile.name: bytes(rows.count * profile.row_bytes) for profile in request.rows.profiles}
