@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 
 from infer.config.resolve import CacheGroup, ResolvedCache, ResolvedScheduler
+from infer.engine.kv_cache.external import ExternalKV
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.outputs import ChoiceUpdate, Outbox
 from infer.engine.repetition import RepetitionDetector
@@ -124,14 +125,17 @@ class StepDriver:
         record_events: bool = False,
         scheduler_class: type[Scheduler] = Scheduler,
         clock: Callable[[], float] = lambda: 0.0,
+        external: Callable[[KVCacheManager], ExternalKV] | None = None,
+        worker: type[FakeWorker] = FakeWorker,
         **scheduler: Any,
     ) -> None:
         cache = cache or cache_config(full_group(1000))
         self.cache = cache
         self.next_token = next_token or hashed_token(1000)
         self.kv = KVCacheManager(cache, model, record_events=record_events)
-        self.scheduler = scheduler_class(scheduler_config(**scheduler), self.kv, clock=clock)
-        self.worker = FakeWorker(cache.groups, cache.block_size, self.next_token)
+        outside = None if external is None else external(self.kv)
+        self.scheduler = scheduler_class(scheduler_config(**scheduler), self.kv, external=outside, clock=clock)
+        self.worker = worker(cache.groups, cache.block_size, self.next_token)
         self.in_flight: deque[tuple[ScheduledStep, StepResult | Exception]] = deque()
         self.requests: list[Request] = []
         self._arrivals = itertools.count()

@@ -88,7 +88,8 @@ def values(field: dict[str, Any]) -> str:
     if kind == "array":
         return f"list of {values(field['items'])}"
     if kind == "object":
-        return f"mapping to {values(field['additionalProperties'])}"
+        inside = field["additionalProperties"]
+        return "mapping" if inside is True else f"mapping to {values(inside)}"
     names = {
         "string": "text",
         "boolean": "`True` or `False`",

@@ -112,6 +112,10 @@ class SamplingError(StepError):
     alone did not show it. The other requests of the step went on."""
 
 
+class KVLoadError(EngineError):
+    """KV blocks of this request could not be loaded from the external store, and `kv_connector.on_failure` is "fail"."""
+
+
 class EngineClosedError(EngineError):
     """The engine was closed (or never entered) when it was used."""
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infer.config.engine import PluginsSection
+from infer.connectors import directory
 from infer.plugins import Ops, QuantMethod, Registry, build_registry
 from infer.plugins.registry import KINDS, Kind
 from infer.testing.kits import (
     Check,
     artifact_field,
     grammar,
+    kv_connector,
     logits_processor,
     model,
     model_source,
@@ -30,7 +36,7 @@ from infer.testing.tiny_models import make_checkpoint
 from put_server import put_server
 
 HELLO = Path(__file__).parents[2] / "examples" / "plugins" / "hello"
-WITHOUT_A_KIT: set[Kind] = {"kv_connector"}
+WITHOUT_A_KIT: set[Kind] = set()
 
 
 def names(kind: Kind) -> list[str]:
@@ -81,6 +87,57 @@ def test_no_built_in_is_left_out(registry: Registry) -> None:
 
 def test_every_kind_with_built_ins_has_a_kit(registry: Registry) -> None:
     assert {kind for kind in KINDS if registry.specs(kind)}.isdisjoint(WITHOUT_A_KIT)
+
+
+class FileFaults:
+    """What can happen to a directory of blocks."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._root = Path(options["path"])
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Neither files nor directories can be opened: a file is in their place."""
+        away = self._root.with_name("away")
+        self._root.rename(away)
+        self._root.write_bytes(b"")
+        try:
+            yield
+        finally:
+            self._root.unlink()
+            away.rename(self._root)
+
+    @contextmanager
+    def delay(self) -> Iterator[None]:
+        """Files wait for nobody, so the store itself is held back."""
+        go_on = threading.Event()
+        store, patched = directory.DirectoryStore, pytest.MonkeyPatch()
+        for name in ("contains", "get", "put"):
+            patched.setattr(store, name, partialmethod(_held_back, getattr(store, name), go_on))
+        try:
+            yield
+        finally:
+            go_on.set()
+            patched.undo()
+
+    def lose(self) -> None:
+        for path in sorted(self._root.rglob("*.kv"))[::2]:
+            path.unlink()
+
+    def damage(self) -> None:
+        for number, path in enumerate(self._root.rglob("*.kv")):
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] if number % 2 else data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+
+def _held_back(store: Any, call: Any, go_on: threading.Event, *args: Any) -> Any:
+    assert go_on.wait(60)
+    return call(store, *args)
+
+
+@pytest.mark.parametrize("name", names("kv_connector"))
+def test_kv_connector(registry: Registry, name: str, tmp_path: Path) -> None:
+    run(kv_connector.checks(registry.get("kv_connector", name), tmp_path, FileFaults))
 
 
 @pytest.mark.parametrize("name", names("logits_processor"))

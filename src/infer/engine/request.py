@@ -234,6 +234,14 @@ class Request:
         end = next((place for place, token_id in enumerate(drafts) if token_id in self.stop_ids), None)
         self.drafts = drafts if end is None else drafts[:end]
 
+    def new_prompt_logprobs(self, entries: Sequence[PositionLogprobs], start: int) -> Sequence[PositionLogprobs]:
+        """Of entries that follow position `start`, those beyond the cursor: a prompt computed again after preemption repeats
+        earlier ones."""
+        known = self.num_prompt_logprobs - start
+        fresh = entries[known:] if known >= 0 else ()
+        self.num_prompt_logprobs += len(fresh)
+        return fresh
+
     def finish(
         self, reason: FinishReason, stop_reason: int | str | None = None, error: Exception | None = None
     ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 
 from infer.artifacts.destination import check_targets
 from infer.config.cache_dtype import choose_cache_dtype
@@ -24,6 +25,7 @@ from infer.config.resolve import ResolvedConfig, choose_dtype, expands_quantized
 from infer.config.step_log import StepLogSection
 from infer.engine.admission import Admission
 from infer.engine.answers import AnswerFormat
+from infer.engine.connector import ChosenConnector, choose_connector
 from infer.engine.executor.executor import Executor
 from infer.engine.executor.thread import ThreadExecutor
 from infer.engine.kv_cache.manager import KVCacheManager
@@ -85,6 +87,7 @@ class _Planned:
     template: ChatTemplate | None
     grammars: GrammarStore
     guided: GuidedAdmission
+    connector: ChosenConnector | None
 
 
 async def start(config: EngineConfig, on_progress: ProgressCallback) -> EngineParts:
@@ -104,8 +107,10 @@ async def start(config: EngineConfig, on_progress: ProgressCallback) -> EnginePa
         for notice in resolved.notices:
             logger.info("%s", notice)
         logger.info("memory plan: %s", format_memory_plan(resolved.memory))
-        await executor.start(lambda: planned.builder.build(resolved, progress, planned.grammars))
-        return await with_stat_loggers(assemble(planned, executor, config.step_log, log_file), config)
+        connector, timeout = planned.connector, config.kv_connector.timeout
+        connect = None if connector is None else connector.worker_half
+        await executor.start(lambda: planned.builder.build(resolved, progress, planned.grammars, connect, timeout))
+        return await with_stat_loggers(assemble(planned, executor, config.step_log, log_file, connector), config)
     except BaseException:
         cancelled.set()
         if log_file is not None:
@@ -119,14 +124,22 @@ def open_step_log(section: StepLogSection) -> LogFile | None:
     return None if section.path is None else LogFile(section.path, section.max_bytes)
 
 
-def assemble(planned: Any, executor: Executor, step_log: StepLogSection, log_file: LogFile | None) -> EngineParts:
+def assemble(
+    planned: Any,
+    executor: Executor,
+    step_log: StepLogSection,
+    log_file: LogFile | None,
+    connector: ChosenConnector | None = None,
+) -> EngineParts:
     """The control plane over an executor whose worker is ready."""
     resolved: ResolvedConfig = planned.resolved
-    kv = KVCacheManager(resolved.cache, planned.model.identity, record_events=log_file is not None)
+    identity = planned.model.identity if connector is None else connector.facts.namespace.hex()
+    kv = KVCacheManager(resolved.cache, identity, record_events=log_file is not None)
     made = scheduler_class(resolved.scheduler.scheduler_class)
+    external = None if connector is None else connector.external(kv)
     scheduler: Scheduler
     if log_file is None:
-        scheduler = made(resolved.scheduler, kv, capture=resolved.capture)
+        scheduler = made(resolved.scheduler, kv, capture=resolved.capture, external=external)
     else:
         scheduler = watched = recorded(made)(resolved.scheduler, kv, capture=resolved.capture)
         watched.log = StepLog(
@@ -223,7 +236,8 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
     cache_dtype = choose_cache_dtype(config, dtype)
     resolved = resolve_within(config, model, limits, lambda bounds: builder.footprint(dtype, cache_dtype, bounds))
     grammars, guided = guidance_parts(config, registry, tokenizer, model)
-    return _Planned(registry, model, builder, resolved, tokenizer, template, grammars, guided)
+    connector = choose_connector(config, registry, model, resolved)
+    return _Planned(registry, model, builder, resolved, tokenizer, template, grammars, guided, connector)
 
 
 def check_named(config: EngineConfig, registry: Registry) -> None:
@@ -313,5 +327,6 @@ async def stop(parts: EngineParts) -> None:
             await parts.executor.aclose()
         finally:
             await parts.stats.aclose()
-            if parts.step_log is not None:
-                await anyio.to_thread.run_sync(parts.step_log.close)
+            for ended in (parts.step_log, parts.scheduler.external):
+                if ended is not None:
+                    await anyio.to_thread.run_sync(ended.close)

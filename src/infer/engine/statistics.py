@@ -10,6 +10,30 @@ if TYPE_CHECKING:
     from infer.engine.scheduler.scheduler import Scheduler
 
 
+class KVConnectorStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The external KV store as of one moment. Counters count since start."""
+
+    transfers: int
+    """On their way now."""
+    queries: int
+    """Lookups that were answered."""
+    hits: int
+    """Of these, with more than the engine had itself."""
+    hit_tokens: int
+    """What the store had and the engine had not."""
+    lookup_failures: int
+    loaded_blocks: int
+    loaded_bytes: int
+    saved_blocks: int
+    saved_bytes: int
+    load_failures: int
+    """Loads of which a block did not come, or not in time; their requests computed it."""
+    save_failures: int
+    """Saves of which a block was not taken."""
+    skipped_saves: int
+    """Blocks not saved because too many were on their way."""
+
+
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """As of one moment. Counters count since start."""
 
@@ -34,6 +58,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Requests whose rows were lost; their tokens went on."""
     uniform_blocks: int = 0
     """Captured blocks whose cells are all equal: legal, and a sign of a broken router."""
+    kv_connector: KVConnectorStatistics | None = None
+    """None: no connector is named."""
 
 
 def statistics(scheduler: Scheduler) -> EngineStatistics:
@@ -53,4 +79,26 @@ def statistics(scheduler: Scheduler) -> EngineStatistics:
         captured_rows=0 if aux is None else aux.stats.rows,
         capture_failures=0 if aux is None else aux.stats.failures,
         uniform_blocks=0 if aux is None else aux.stats.uniform_blocks,
+        kv_connector=_kv_connector(scheduler),
+    )
+
+
+def _kv_connector(scheduler: Scheduler) -> KVConnectorStatistics | None:
+    external = scheduler.external
+    if external is None:
+        return None
+    stats = external.stats
+    return KVConnectorStatistics(
+        transfers=external.num_transfers,
+        queries=stats.queries,
+        hits=stats.hits,
+        hit_tokens=stats.hit_tokens,
+        lookup_failures=stats.lookup_failures,
+        loaded_blocks=stats.loaded_blocks,
+        loaded_bytes=stats.loaded_bytes,
+        saved_blocks=stats.saved_blocks,
+        saved_bytes=stats.saved_bytes,
+        load_failures=stats.load_failures,
+        save_failures=stats.save_failures,
+        skipped_saves=stats.skipped_saves,
     )

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from infer.plugins.grammar import GrammarSource
+from infer.plugins.kv_connector import KVReport, KVTransfer
 from infer.types import LogprobsMode
 
 
@@ -132,6 +133,15 @@ class AuxPlan(msgspec.Struct):
     """Objects whose rows cannot be trusted (their step failed): the bytes are removed; who retains the key does so still."""
 
 
+class KVPlan(msgspec.Struct):
+    """Transfers with the external KV store. The worker starts them before anything else; then it waits for those that say
+    so. None when there is nothing to start and nothing on its way."""
+
+    start: list[KVTransfer]
+    wait: float = 0.0
+    """Seconds to wait for a report when none is there. Only in a plan without rows."""
+
+
 class StepPlan(msgspec.Struct):
     """What the worker does in one step. Row i is `slots[i]`; rows keep the scheduler's order (running before new).
 
@@ -162,6 +172,7 @@ class StepPlan(msgspec.Struct):
     them, and one more that is drawn behind them."""
 
     aux: AuxPlan | None = None
+    kv: KVPlan | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -223,5 +234,9 @@ class StepResult(msgspec.Struct):
     Their blocks count as missing. May be told some steps later."""
     aux_uniform_blocks: int = 0
     """Captured blocks whose cells are all equal: legal, and a sign of a broken router."""
+    kv_reports: list[KVReport] = msgspec.field(default_factory=list)
+    """Transfers that are over, of this plan and earlier ones, failed ones included: each exactly once."""
+    kv_late: list[int] = msgspec.field(default_factory=list)
+    """Loads that this step waited for in vain. Their rows are worth nothing; the transfers are still to be reported."""
     seconds: float = 0.0
     """Worker wall time of the step."""

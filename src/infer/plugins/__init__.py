@@ -28,7 +28,19 @@ if TYPE_CHECKING:
     )
     from infer.plugins.grammar import Grammar, GrammarBackend, GrammarSource, GrammarSpec, Matcher, Vocabulary
     from infer.plugins.hookspecs import hookimpl
-    from infer.plugins.kv_connector import ExternalMatch, KVConnectorSpec, SchedulerConnector, WorkerConnector
+    from infer.plugins.kv_connector import (
+        ExternalMatch,
+        KVBlock,
+        KVBlocks,
+        KVConnectorSpec,
+        KVFacts,
+        KVGroupFacts,
+        KVReport,
+        KVTransfer,
+        SchedulerConnector,
+        WorkerConnector,
+    )
+    from infer.plugins.kv_store import KVStore, StoreMatcher, StoreTransfer
     from infer.plugins.logits_processor import LogitsProcessor, LogitsProcessorSpec, LogitsRow
     from infer.plugins.manager import build_registry
     from infer.plugins.model import (
@@ -78,7 +90,19 @@ _HOMES = {
     ),
     "grammar": ("Grammar", "GrammarBackend", "GrammarSource", "GrammarSpec", "Matcher", "Vocabulary"),
     "hookspecs": ("hookimpl",),
-    "kv_connector": ("ExternalMatch", "KVConnectorSpec", "SchedulerConnector", "WorkerConnector"),
+    "kv_connector": (
+        "ExternalMatch",
+        "KVBlock",
+        "KVBlocks",
+        "KVConnectorSpec",
+        "KVFacts",
+        "KVGroupFacts",
+        "KVReport",
+        "KVTransfer",
+        "SchedulerConnector",
+        "WorkerConnector",
+    ),
+    "kv_store": ("KVStore", "StoreMatcher", "StoreTransfer"),
     "logits_processor": ("LogitsProcessor", "LogitsProcessorSpec", "LogitsRow"),
     "manager": ("build_registry",),
     "model": (
@@ -146,7 +170,14 @@ __all__ = [
     "GrammarSpec",
     "Graph",
     "GroupedRows",
+    "KVBlock",
+    "KVBlocks",
     "KVConnectorSpec",
+    "KVFacts",
+    "KVGroupFacts",
+    "KVReport",
+    "KVStore",
+    "KVTransfer",
     "LoadTimeMethod",
     "LogitsProcessor",
     "LogitsProcessorSpec",
@@ -175,6 +206,8 @@ __all__ = [
     "StepSnapshot",
     "StorageTarget",
     "StorageTargetSpec",
+    "StoreMatcher",
+    "StoreTransfer",
     "StoredTensor",
     "StoredWeight",
     "SupportsExpiry",

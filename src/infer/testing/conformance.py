@@ -23,6 +23,7 @@ from infer.testing.kits import (
     artifact_field,
     expect,
     grammar,
+    kv_connector,
     load,
     logits_processor,
     model,
@@ -82,6 +83,8 @@ def _kit(kind: Kind, spec: Any, directory: Path, network: bool) -> Iterator[Chec
             yield from quant_method.checks(spec, ops)
     elif kind == "storage_target":
         yield from storage_target.checks(spec, directory)
+    elif kind == "kv_connector":
+        yield from kv_connector.checks(spec, directory)
     elif kind == "tokenizer":
         yield from tokenizer.checks(spec, tokenizer.example_files(spec, directory))
     elif kind == "endpoint":

@@ -5,7 +5,7 @@ Runs in the loop task; owns one block pool per group. A plain model has one grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,8 @@ class RequestBlocks:
     """Full blocks already findable in the prefix cache."""
     hashes: list[bytes] = field(default_factory=list)
     """Survives preemption: the tokens do not change."""
+    is_provisional: bool = False
+    """It runs on blocks whose load is not known to have succeeded: nothing of it is made findable."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class KVCacheManager:
         # A sliding pool is sized for what its requests hold at most; a reserve could keep even the only one out for ever.
         self.watermarks = [0 if group.window else int(cache.watermark * group.num_blocks) for group in cache.groups]
         self.stats = PrefixStats()
+        self.on_registered: Callable[[Request, int, int], None] | None = None
+        """Told of blocks first .. end of a request when they were made findable because it computes them."""
         self._root = root_hash(model_identity, cache.dtype)
         self._expired: list[tuple[BlockPool, list[int]]] = []
         self._registered: list[tuple[BlockPool, list[int]]] = []
@@ -187,7 +191,7 @@ class KVCacheManager:
 
     def register(self, request: Request) -> None:
         """Make the request's full, computed blocks of known tokens findable."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or request.blocks.is_provisional:
             return
         blocks = request.blocks
         full = min(request.num_computed, len(request.token_ids)) // self.block_size
@@ -199,6 +203,8 @@ class KVCacheManager:
             block_ids = table[blocks.num_registered : full]
             pool.register(block_ids, hashes)
             self._registered.append((pool, [block for block in block_ids if block]))
+        if self.on_registered is not None:
+            self.on_registered(request, blocks.num_registered, full)
         blocks.num_registered = full
 
     def forget(self, request: Request) -> None:
@@ -223,12 +229,19 @@ class KVCacheManager:
         blocks.dropped = []
         blocks.capacity = 0
         blocks.num_registered = 0
+        blocks.is_provisional = False
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached contents; refused (False) while any request holds blocks."""
         if any(pool.num_in_use for pool in self.pools):
             return False
         return all(pool.reset() for pool in self.pools)
+
+    def window_blocks(self, group: CacheGroup, num_tokens: int) -> int:
+        """Leading blocks that no position >= num_tokens can see."""
+        if group.window is None:
+            return 0
+        return max(0, num_tokens - group.window + 1) // self.block_size
 
     def usage(self) -> float:
         """Share of the fullest pool that is in use."""
@@ -248,12 +261,6 @@ class KVCacheManager:
             tokens = request.token_ids[: num_blocks * self.block_size]
             extend_chain(hashes, tokens, self.block_size, self._root, first_block_extra(request.cache_salt, None))
 
-    def _window_blocks(self, group: CacheGroup, num_tokens: int) -> int:
-        """Leading blocks that no position >= num_tokens can see."""
-        if group.window is None:
-            return 0
-        return max(0, num_tokens - group.window + 1) // self.block_size
-
     def _shorten_to_windows(self, hashes: Sequence[bytes], hit: int) -> int:
         """Longest boundary <= hit whose last window of blocks is present in every sliding group."""
         stable = False
@@ -270,21 +277,21 @@ class KVCacheManager:
     def _window_boundary(self, pool: BlockPool, group: CacheGroup, hashes: Sequence[bytes], hit: int) -> int:
         boundary = hit
         index = hit - 1
-        while boundary and index >= self._window_blocks(group, boundary * self.block_size):
+        while boundary and index >= self.window_blocks(group, boundary * self.block_size):
             if pool.find(hashes[index]) is None:
                 boundary = index
             index -= 1
         return boundary
 
     def _hit_table(self, pool: BlockPool, group: CacheGroup, hashes: Sequence[bytes]) -> list[int]:
-        skipped = self._window_blocks(group, len(hashes) * self.block_size)
+        skipped = self.window_blocks(group, len(hashes) * self.block_size)
         found = [pool.find(block_hash) for block_hash in hashes[skipped:]]
         return [0] * skipped + [block for block in found if block is not None]
 
     def _drop_expired(self, request: Request) -> None:
         blocks = request.blocks
         for index, (pool, group) in enumerate(zip(self.pools, self.groups, strict=True)):
-            keep_from = self._window_blocks(group, request.num_computed)
+            keep_from = self.window_blocks(group, request.num_computed)
             first = blocks.dropped[index]
             if keep_from > first:
                 table = blocks.tables[index]

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from infer.config.capture import ResolvedCapture
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.aux.coordinator import AuxCoordinator
+from infer.engine.kv_cache.external import ExternalKV
+from infer.engine.kv_cache.external_jobs import Outcome, Verdict
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.metrics import EngineMetrics
 from infer.engine.request import Request, Status
 from infer.engine.scheduler.budget import ScheduledStep, StepDraft
 from infer.engine.scheduler.policy import WaitingQueue, victim
-from infer.engine.step import PositionLogprobs, SlotAdmission, StepResult
-from infer.errors import SamplingError, StepError
+from infer.engine.step import SlotAdmission, StepResult
+from infer.errors import KVLoadError, SamplingError, StepError
 from infer.types import FinishReason
 
 
@@ -48,11 +50,13 @@ class Scheduler:
         kv: KVCacheManager,
         *,
         capture: ResolvedCapture | None = None,
+        external: ExternalKV | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.kv = kv
         self.aux = None if capture is None else AuxCoordinator(capture, kv)
+        self.external = external
         self.weight_version = 0
         self.running: list[Request] = []
         self.stats = SchedulerStats()
@@ -102,12 +106,16 @@ class Scheduler:
         self.weight_version = version
         if self.aux is not None:
             self.aux.commit_version(version)
+        if self.external is not None:
+            self.external.commit_version(version)
 
     # -- down ----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledStep | None:
         """Plan one step; None when nothing can run before a step in flight comes back or a request arrives."""
         draft = StepDraft(self._step_id, self.config.max_num_batched_tokens)
+        if self.external is not None:
+            self._settle(self.external.begin_step(draft.step_id))
         self._schedule_running(draft)
         for request in draft.requests:
             self.kv.computed(request)
@@ -117,16 +125,22 @@ class Scheduler:
         if not draft.preempted:
             self._schedule_waiting(draft)
         self._start_siblings(draft)
-        if not draft.requests:
+        idle, external = not draft.requests, self.external
+        if idle and external is not None and external.let_go(decline=True):
+            return self.schedule()  # there is room now
+        if idle and (external is None or self._in_flight or not external.is_pending):
             return None  # what ended requests made findable stays noted for the next step, or for `fail`
         registered = self.kv.end_step()
         forked = [child for _, child in draft.forked]
         step = ScheduledStep(draft.finish(self._freed_slots), draft.requests, forked, registered, self.weight_version)
         if self.aux is not None:
             step.plan.aux, step.published = self.aux.end_step(step.plan.step_id)
+        step.plan.kv = None if external is None else external.end_step(idle=idle)
         self._freed_slots = []
         self._step_id += 1
         self._in_flight.append(step)
+        if idle:
+            return step
         self.stats.steps += 1
         num_tokens = self.config.max_num_batched_tokens - draft.budget
         self.stats.scheduled_tokens += num_tokens
@@ -174,7 +188,12 @@ class Scheduler:
             request = self.waiting.next_up(index)
             if request.num_pending:
                 break  # preempted; its next token is still on the way
-            hit = self._match(request)
+            hit = self._match(request) if self.external is None else self.external.match(request, self._match, self.aux)
+            if hit is Verdict.WAIT:
+                index += 1  # it keeps its place; others may pass meanwhile
+                continue
+            if isinstance(hit, Verdict):
+                break
             remaining = len(request.token_ids) - hit.num_tokens
             count = min(remaining, self._chunk_limit(remaining), draft.budget)
             if count < remaining:
@@ -191,6 +210,8 @@ class Scheduler:
             if not self.kv.admit(request, hit, hit.num_tokens + count, reserve_tokens=reserve):
                 break
             self.waiting.admit(request)
+            if self.external is not None:
+                self.external.admitted(request)
             self._start(request, hit.num_tokens, draft)
             draft.add(request, count)
             self.kv.computed(request)
@@ -208,8 +229,8 @@ class Scheduler:
             for sibling in siblings:
                 if sibling.status is Status.FINISHED:
                     continue
-                room = not draft.preempted and len(self.running) < self.config.max_num_active_seqs
-                copies = self.kv.fork(request, sibling) if room else None
+                room = len(self.running) < self.config.max_num_active_seqs and not request.blocks.is_provisional
+                copies = self.kv.fork(request, sibling) if room and not draft.preempted else None
                 if copies is None:
                     self.waiting.push(sibling)
                     continue
@@ -240,15 +261,33 @@ class Scheduler:
         threshold = self.config.long_prefill_threshold
         return bool(threshold) and len(request.token_ids) > threshold
 
+    def _settle(self, outcome: Outcome) -> None:
+        """Requests whose blocks could not be loaded: they end, or start over with what is there."""
+        for request, reason in outcome.failed:
+            error = KVLoadError(f"request {request.request_id!r}: its KV blocks could not be loaded: {reason}")
+            self.finish(request, "error", error=error)
+        for request in outcome.restart:
+            self._requeue(request)
+            if self.external is not None:
+                self.external.decline(request)
+
     def _preempt(self, request: Request) -> None:
+        self._requeue(request)
+        self.stats.preemptions += 1
+
+    def _requeue(self, request: Request) -> None:
+        """It gives up its slot and its blocks and waits in its old place."""
         self.running.remove(request)
+        if request.blocks.is_provisional:
+            request.discard_in_flight()  # drawn from blocks that may turn out not to have come
+        if self.external is not None:
+            self.external.left(request)
         if self.aux is not None:
             self.aux.ended(request)
         self.kv.release(request)
         self._give_back_slot(request)
         request.preempt()
         self.waiting.push(request)
-        self.stats.preemptions += 1
 
     # -- up ------------------------------------------------------------------------------------------------------
 
@@ -257,6 +296,8 @@ class Scheduler:
         step = self._in_flight.popleft()
         ended: list[Request] = []
         now = self._clock()
+        if self.external is not None:
+            self._settle(self.external.applied(result))
         for row, request, drawn in step.outcomes():
             if drawn:
                 request.num_in_flight -= drawn
@@ -273,7 +314,8 @@ class Scheduler:
                 ended.append(request)
                 request.deliver(token_ids, result.logprobs[row])
                 continue
-            prompt_logprobs = self._new_prompt_logprobs(request, step, result, row) if result.prompt_logprobs else ()
+            entries = result.prompt_logprobs.get(row)
+            prompt_logprobs = request.new_prompt_logprobs(entries, step.plan.starts[row]) if entries else ()
             if not token_ids and not prompt_logprobs:
                 continue
             kept = request.accept(token_ids, step.weight_version, complete=row in result.complete)
@@ -304,6 +346,8 @@ class Scheduler:
             tainted += later.registered
         for pool, block_ids in tainted:
             pool.unregister(block_ids)
+        if self.external is not None:
+            self.external.failed()
         if self.aux is not None:
             self.aux.failed([key for one in (step, *self._in_flight) for key in one.published])
         failed: list[Request] = []
@@ -324,20 +368,6 @@ class Scheduler:
             request.discard_in_flight()
             self._preempt(request)
 
-    def _new_prompt_logprobs(
-        self, request: Request, step: ScheduledStep, result: StepResult, row: int
-    ) -> Sequence[PositionLogprobs]:
-        """Entries beyond the cursor: a prompt computed again after preemption repeats earlier ones."""
-        entries = result.prompt_logprobs.get(row)
-        if not entries:
-            return ()
-        known = request.num_prompt_logprobs - step.plan.starts[row]
-        if known < 0:
-            return ()
-        fresh = entries[known:]
-        request.num_prompt_logprobs += len(fresh)
-        return fresh
-
     def _retire(self, ended: list[Request]) -> None:
         """Free what ended requests hold. A request that failed leaves nothing in the prefix cache."""
         now = self._clock()
@@ -347,6 +377,8 @@ class Scheduler:
                 if sibling.status is not Status.FINISHED:
                     self.waiting.push(sibling)
             request.siblings = ()
+            if self.external is not None:
+                self.external.left(request)
             if request.slot < 0:
                 self.waiting.discard(request)
                 continue

@@ -5,7 +5,7 @@ Every method but `limits` runs on the thread that will execute steps; owns the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +27,8 @@ from infer.engine.worker.captured_fields import CapturedField, captured_fields
 from infer.engine.worker.directory_store import directory_store
 from infer.engine.worker.footprint import measure_footprint
 from infer.engine.worker.input_batch import KVTensors
+from infer.engine.worker.kv_blocks import TensorKVBlocks
+from infer.engine.worker.kv_transfers import KVTransfers
 from infer.engine.worker.platforms import open_platform
 from infer.engine.worker.runner import Runner
 from infer.engine.worker.taps import make_tap
@@ -34,6 +36,7 @@ from infer.errors import ConfigError, PluginConflictError, UnsupportedModelError
 from infer.layers.parameter import Layer, named_parameters
 from infer.plugins.artifact_field import TapFacts
 from infer.plugins.checkpoint_format import CheckpointFormat
+from infer.plugins.kv_connector import WorkerConnector
 from infer.plugins.model import BuildContext, CausalLM, ModelSpec
 from infer.plugins.model_source import ProgressCallback
 from infer.plugins.platform import Ops, Platform, SupportsWorkspace
@@ -118,8 +121,11 @@ class WorkerBuilder:
         resolved: ResolvedConfig,
         progress: ProgressCallback | None = None,
         grammars: Grammars | None = None,
+        connect: Callable[[], WorkerConnector] | None = None,
+        transfer_timeout: float = 10.0,
     ) -> Runner:
-        """Load the weights, allocate the KV cache, and run the widest step once."""
+        """Load the weights, allocate the KV cache, and run the widest step once. `connect` makes the worker half of a KV
+        connector, and a step waits for it `transfer_timeout` seconds at most."""
         platform = self._platform
         model = self._create_model(platform.ops, resolved.dtype, platform.device)
         self._keep_blocks(model)
@@ -140,14 +146,27 @@ class WorkerBuilder:
             capture = make_capture(facts, fields, model, resolved.capture, platform)
         vocab_size = self._config.vocab_size
         processors = Processors(lambda name: self._registry.create("logits_processor", name, vocab_size))
-        runner = Runner(
-            model, platform, resolved, kv, vocab_size, parameter_bytes(model), capture, grammars, processors
-        )
+        transfers = None
         try:
+            if connect is not None:
+                transfers = make_transfers(connect(), kv, model.kv_layout(), platform, transfer_timeout)
+            runner = Runner(
+                model,
+                platform,
+                resolved,
+                kv,
+                vocab_size,
+                parameter_bytes(model),
+                capture,
+                grammars,
+                processors,
+                transfers,
+            )
             runner.warm_up()
         except BaseException:
-            if capture is not None:
-                capture.close()
+            for part in (transfers, capture):
+                if part is not None:
+                    part.close()
             raise
         return runner
 
@@ -287,6 +306,19 @@ def make_capture(
             opened.close()
         raise
     return RowCapture(fields, taps, stores, resolved)
+
+
+def make_transfers(
+    connector: WorkerConnector, kv: KVTensors, layout: KVLayout, platform: Platform, timeout: float
+) -> KVTransfers:
+    """The connector bound to the cache."""
+    transfers = KVTransfers(connector, timeout)
+    try:
+        connector.bind(TensorKVBlocks(kv, layout, platform.synchronize))
+    except BaseException:
+        transfers.close()
+        raise
+    return transfers
 
 
 def make_store(profile: CaptureProfile, resolved: ResolvedCapture, platform: Platform) -> BlockStore:

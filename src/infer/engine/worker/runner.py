@@ -24,6 +24,7 @@ from infer.engine.worker.capture import CapturedStep, RowCapture
 from infer.engine.worker.graphs import Decoded, DecodeGraphs
 from infer.engine.worker.guides import GuidedRows
 from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
+from infer.engine.worker.kv_transfers import KVTransfers
 from infer.plugins.model import CausalLM
 from infer.plugins.platform import Platform, SupportsGraphs, SupportsWorkspace
 
@@ -42,6 +43,7 @@ class Runner:
         capture: RowCapture | None = None,
         grammars: Grammars | None = None,
         processors: Processors | None = None,
+        transfers: KVTransfers | None = None,
     ) -> None:
         self._model: CausalLM | None = model
         self._platform = platform
@@ -51,6 +53,7 @@ class Runner:
         self._weight_bytes = weight_bytes
         self._workspace_bytes = 0
         self._capture = capture
+        self._transfers = transfers
         self._guides = GuidedRows(grammars)
         self._processors = processors
         self._batch = self._new_batch()
@@ -71,7 +74,9 @@ class Runner:
         started = time.perf_counter()
         num_results = len(plan.slots) + len(plan.forks)
         result = StepResult(plan.step_id, [[] for _ in range(num_results)], [None] * num_results)
-        capture = self._capture
+        capture, transfers = self._capture, self._transfers
+        if transfers is not None:
+            transfers.begin(plan.kv)
         with self._platform.step_context():
             step = None if capture is None else capture.begin_step(plan)
             rows = None
@@ -88,6 +93,8 @@ class Runner:
                 raise
             if capture is not None and step is not None:
                 capture.process(step, rows, result)
+        if transfers is not None:
+            transfers.finish(plan.kv, result)
         result.seconds = time.perf_counter() - started
         return result
 
@@ -132,6 +139,8 @@ class Runner:
     def close(self) -> None:
         """Drop model, cache and platform. A second call does nothing."""
         if self._model is not None:
+            if self._transfers is not None:
+                self._transfers.close()
             if self._capture is not None:
                 self._capture.close()
             self._guides.close()

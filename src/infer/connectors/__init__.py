@@ -1,0 +1,1 @@
+"""KV connectors: where KV blocks are kept outside the engine."""
