@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds of work: tokens per second, requests, the KV cache and its hits.
+"""A line in the log for every ten seconds of work: tokens, steps, requests, the KV cache and its hits.
 
 Runs on a thread of its own; owns the counters of its last line.
 """
@@ -12,6 +12,20 @@ from infer.plugins import EngineFacts, StatLoggerSpec, StepSnapshot, hookimpl
 from infer.plugins.stat_logger import API_VERSION
 
 SECONDS = 10.0
+NOTHING = StepSnapshot(
+    at=0.0,
+    step=0,
+    running=0,
+    waiting=0,
+    kv_usage=0.0,
+    scheduled_tokens=0,
+    prompt_tokens=0,
+    cached_tokens=0,
+    output_tokens=0,
+    finished_requests=0,
+    preemptions=0,
+)
+"""Before the first step."""
 
 logger = logging.getLogger("infer.stats")
 
@@ -19,35 +33,38 @@ logger = logging.getLogger("infer.stats")
 class LogLines:
     def __init__(self, facts: EngineFacts) -> None:
         self._model = facts.model
-        self._said: StepSnapshot | None = None
-        self._now: StepSnapshot | None = None
+        self._since = 0.0
+        self._said = NOTHING
+        self._now = NOTHING
 
     def record(self, steps: Sequence[StepSnapshot], dropped: int) -> None:
         for step in steps:
+            if self._now.step == self._said.step:  # the first one of a line
+                self._since = step.at
             self._now = step
-            if self._said is None:
-                self._said = step
-            elif step.at - self._said.at >= SECONDS:
-                self._say(self._said, step)
+            if step.at - self._since >= SECONDS:
+                self._say()
 
     def close(self) -> None:
-        if self._said is not None and self._now is not None and self._now.step > self._said.step:
-            self._say(self._said, self._now)
+        if self._now.step > self._said.step:
+            self._say()
 
-    def _say(self, before: StepSnapshot, now: StepSnapshot) -> None:
-        seconds = max(now.at - before.at, 1e-9)
+    def _say(self) -> None:
+        before, now = self._said, self._now
         prompt = now.prompt_tokens - before.prompt_tokens
+        cached = now.cached_tokens - before.cached_tokens
         logger.info(
-            "%s: prompt %.1f tokens/s, output %.1f tokens/s, %d steps; running %d, waiting %d; KV cache %.1f %%, "
-            "from the prefix cache %.1f %%",
+            "%s: %d prompt tokens (%.1f %% of them cached) and %d output tokens in %d steps, %.1f s; running %d, waiting %d; "
+            "KV cache %.1f %%",
             self._model,
-            prompt / seconds,
-            (now.output_tokens - before.output_tokens) / seconds,
+            prompt,
+            100 * cached / prompt if prompt else 0.0,
+            now.output_tokens - before.output_tokens,
             now.step - before.step,
+            max(now.at - self._since, 0.0),
             now.running,
             now.waiting,
             100 * now.kv_usage,
-            100 * (now.cached_tokens - before.cached_tokens) / prompt if prompt else 0.0,
         )
         self._said = now
 

@@ -18,7 +18,9 @@ from infer.engine.engine import Engine
 from infer.engine.stat_feed import LoggerThread
 from infer.errors import PluginContractError, PluginError, PluginLoadError, UnknownPluginError
 from infer.plugins.stat_logger import StepSnapshot
+from infer.stat_loggers.log import create
 from infer.testing.fake_engine import fake_engine, scripted
+from infer.testing.kits.stat_logger import facts as kit_facts
 from planted_plugins import Plant, plant
 
 __all__ = ["plant"]
@@ -223,9 +225,9 @@ async def _until(condition: Callable[[], bool]) -> None:
             await anyio.sleep(0.01)
 
 
-def snapshot(step: int) -> StepSnapshot:
+def snapshot(step: int, **values: int) -> StepSnapshot:
     zeros = dict.fromkeys(set(StepSnapshot.__struct_fields__) - {"step", "at", "kv_usage"}, 0)
-    return StepSnapshot(step=step, at=float(step), kv_usage=0.0, **zeros)
+    return StepSnapshot(step=step, at=float(step), kv_usage=0.0, **{**zeros, **values})
 
 
 @given(
@@ -274,5 +276,17 @@ async def test_the_built_in_one_writes_a_line(caplog: pytest.LogCaptureFixture) 
         async with engine("log") as one:
             await one.generate("hi", SamplingParams(max_tokens=6, temperature=0))
     [line] = [record.getMessage() for record in caplog.records if record.name == "infer.stats"]
-    assert "output" in line
+    assert " 2 prompt tokens (0.0 % of them cached) and 6 output tokens in 6 steps" in line
     assert "running 0, waiting 0" in line
+
+
+def test_its_lines_come_every_ten_seconds_and_leave_no_token_out(caplog: pytest.LogCaptureFixture) -> None:
+    made = create(kit_facts())
+    with caplog.at_level(logging.INFO, "infer.stats"):
+        for step in range(1, 26):
+            made.record([snapshot(step, output_tokens=3 * step)], 0)
+        made.close()
+        made.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [int(line.split(" output tokens")[0].rsplit(" ", 1)[1]) for line in lines] == [33, 33, 9]
+    assert [line.split(" steps, ")[1].split(" s;")[0] for line in lines] == ["10.0", "10.0", "2.0"]
