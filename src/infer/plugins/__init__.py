@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         GroupedRows,
         StoredTensor,
         StoredWeight,
+        check_matrix,
         check_tensor,
     )
     from infer.plugins.endpoint import (
@@ -78,7 +79,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "artifact_field": ("ArtifactField", "ArtifactFieldSpec", "TapFacts"),
-    "checkpoint_format": ("CheckpointFormat", "GroupedRows", "StoredTensor", "StoredWeight", "check_tensor"),
+    "checkpoint_format": (
+        "CheckpointFormat",
+        "GroupedRows",
+        "StoredTensor",
+        "StoredWeight",
+        "check_matrix",
+        "check_tensor",
+    ),
     "endpoint": (
         "EndpointCall",
         "EndpointEvents",
@@ -226,6 +234,7 @@ __all__ = [
     "WorkerConnector",
     "WriteKV",
     "build_registry",
+    "check_matrix",
     "check_tensor",
     "hookimpl",
 ]

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MATRIX = 2
+
+
 class StoredTensor(Protocol):
     """What a header says of a tensor."""
 
@@ -71,6 +74,12 @@ class CheckpointFormat(Protocol):
     def rows(self, weight: StoredWeight, parts: Mapping[str, Tensor], start: int, stop: int) -> GroupedRows | Tensor:
         """Rows start .. stop: as quants, or as numbers fp32 [n, I]. `parts` are the sources as stored. Raises `WeightError`."""
         ...
+
+
+def check_matrix(name: str, stored: StoredTensor) -> None:
+    """Raises `WeightError` unless a tensor has rows and columns."""
+    if len(stored.shape) != MATRIX or 0 in stored.shape:
+        raise WeightError(f"tensor {name!r} of a quantised weight has the shape {tuple(stored.shape)}", tensor=name)
 
 
 def check_tensor(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError
-from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_tensor
+from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_matrix, check_tensor
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
 
@@ -45,6 +45,7 @@ class AWQFormat:
         for name, stored in tensors.items():
             if not name.endswith(SUFFIX):
                 continue
+            check_matrix(name, stored)
             prefix, columns, rows = name.removesuffix(SUFFIX), stored.shape[0], stored.shape[-1] * PER
             group = columns if self.group_size == -1 else self.group_size
             groups = -(-columns // group)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError
-from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_tensor
+from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_matrix, check_tensor
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
 
@@ -49,8 +49,9 @@ class CompressedTensorsFormat:
         part = "weight_packed" if scheme.packed else "weight"
         dtype = "I32" if scheme.packed else "F8_E4M3" if scheme.floats else "I8"
         for name, stored in tensors.items():
-            if not name.endswith(f".{part}") or stored.stored_dtype != dtype or len(stored.shape) != MATRIX:
+            if not name.endswith(f".{part}") or stored.stored_dtype != dtype:
                 continue
+            check_matrix(name, stored)
             prefix = name.removesuffix(f".{part}")
             rows, columns = stored.shape[0], stored.shape[1] * (32 // scheme.bits if scheme.packed else 1)
             group = scheme.group_size if scheme.strategy == "group" else columns

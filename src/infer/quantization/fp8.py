@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError
-from infer.plugins.checkpoint_format import StoredTensor, StoredWeight, check_tensor
+from infer.plugins.checkpoint_format import StoredTensor, StoredWeight, check_matrix, check_tensor
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
 
@@ -42,8 +42,9 @@ class FP8Format:
     def weights(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
         found = {}
         for name, stored in tensors.items():
-            if stored.stored_dtype != "F8_E4M3" or not name.endswith(".weight") or len(stored.shape) != MATRIX:
+            if stored.stored_dtype != "F8_E4M3" or not name.endswith(".weight"):
                 continue
+            check_matrix(name, stored)
             prefix, (rows, columns) = name.removesuffix(".weight"), stored.shape
             scale = f"{prefix}.weight_scale" if self.block is None else f"{prefix}.weight_scale_inv"
             if self.block is None:

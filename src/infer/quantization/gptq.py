@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError, WeightError
-from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_tensor
+from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_matrix, check_tensor
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
 
@@ -24,7 +24,7 @@ class GPTQFormat:
 
     def __init__(self, section: dict[str, Any]) -> None:
         bits, group, form = section.get("bits"), section.get("group_size"), section.get("checkpoint_format", "gptq")
-        if bits not in (4, 8):
+        if type(bits) is not int or bits not in (4, 8):
             raise UnsupportedModelError(f"GPTQ with bits={bits!r} is not supported; 4 and 8 are")
         if not isinstance(group, int) or isinstance(group, bool) or group < -1 or group == 0:
             raise UnsupportedModelError(
@@ -46,6 +46,7 @@ class GPTQFormat:
         for name, stored in tensors.items():
             if not name.endswith(SUFFIX):
                 continue
+            check_matrix(name, stored)
             prefix, per = name.removesuffix(SUFFIX), 32 // self.bits
             rows, columns = stored.shape[-1], stored.shape[0] * per
             group = columns if self.group_size == -1 else self.group_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -86,11 +87,21 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, scri
 
 def test_what_a_killed_build_has_left_is_removed(tmp_path: Path) -> None:
     compiler(tmp_path, WRITES)
-    left = tmp_path / "cache" / "kernels" / f"{build.UNFINISHED}old"
-    left.mkdir(parents=True)
-    (left / "half.o").write_text("half")
+    old, present = (tmp_path / "cache" / "kernels" / f"{build.UNFINISHED}{name}" for name in ("old", "present"))
+    for left in (old, present):
+        left.mkdir(parents=True)
+        (left / "half.o").write_text("half")
+    os.utime(old, (0, 0))
     library = build.build_library(tmp_path / "cache")
-    assert list(library.parent.iterdir()) == [library]
+    assert sorted(library.parent.iterdir()) == sorted([library, present]), "somebody may be building there"
+
+
+def test_another_library_is_not_waited_for(tmp_path: Path) -> None:
+    compiler(tmp_path, WRITES)
+    with build._alone_with(tmp_path / "other.so"):
+        (tmp_path / "cache" / "kernels").mkdir(parents=True)
+        with build._alone_with(tmp_path / "cache" / "kernels" / "infer-cpu-0.so"):
+            assert build.build_library(tmp_path / "cache").is_file()
 
 
 def test_no_place_for_the_library_is_said(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,8 @@ COMPILERS = ("g++", "c++", "clang++")
 TIMEOUT = 300.0
 """Seconds for one source; all take about 30 of one core."""
 UNFINISHED = ".building-"
+FORGOTTEN = 3600.0
+"""Seconds after which nobody is still building."""
 
 
 def find_compiler() -> str | None:
@@ -55,7 +58,7 @@ def build_library(cache_dir: Path, progress: ProgressCallback | None = None) -> 
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(library.parent):
+        with _alone_with(library):
             if not library.is_file():
                 if progress is not None:
                     note = f"building the kernels for this CPU with {Path(compiler).name}, once: up to a minute"
@@ -132,19 +135,20 @@ def _version(compiler: str) -> str:
 
 
 @contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """No other process builds here meanwhile, and what builds that were killed have left is removed."""
-    place = os.open(directory, os.O_RDONLY)
+def _alone_with(library: Path) -> Iterator[None]:
+    """No other process builds the same library meanwhile, and what builds that were killed long ago have left is removed."""
+    lock = library.with_suffix(".lock")
+    place = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
+        with contextlib.suppress(OSError):  # a file system without locks: at worst a build is done twice
             fcntl.flock(place, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: at worst a build is done twice
-            pass
-        else:
-            for left in directory.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(left, ignore_errors=True)
+        for left in library.parent.glob(f"{UNFINISHED}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - left.lstat().st_mtime > FORGOTTEN:
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
         yield
     finally:
+        lock.unlink(missing_ok=True)  # who waits for it has it still, and looks for the library first
         os.close(place)
 
 

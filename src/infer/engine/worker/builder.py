@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,9 +33,7 @@ from infer.engine.worker.platforms import open_platform
 from infer.engine.worker.runner import Runner
 from infer.engine.worker.taps import make_tap
 from infer.errors import ConfigError, PluginConflictError, UnsupportedModelError
-from infer.layers.parameter import Layer, named_parameters
 from infer.plugins.artifact_field import TapFacts
-from infer.plugins.checkpoint_format import CheckpointFormat
 from infer.plugins.kv_connector import WorkerConnector
 from infer.plugins.model import BuildContext, CausalLM, ModelSpec
 from infer.plugins.model_source import ProgressCallback
@@ -47,7 +45,7 @@ from infer.weights.blocks import keep_stored_blocks
 from infer.weights.large_pages import LARGE_PAGE, place_together
 from infer.weights.loader import load_weights, parameter_bytes
 from infer.weights.opening import open_checkpoint
-from infer.weights.quantized_checkpoint import QuantizedCheckpoint
+from infer.weights.quantized_checkpoint import QuantizedCheckpoint, take_forms
 
 ALIGNMENT = 64
 """Bytes; where KV tensors begin, for the widest vector loads of a CPU."""
@@ -82,11 +80,7 @@ class WorkerBuilder:
         self._expand = expand_quantized
         self._model_spec = choose_model(registry, model.architecture)
         self._quant_spec = choose_quant_method(registry, model)
-        self._format: CheckpointFormat | None = None
-        self._block_types, self._num_quantized = dict(model.stored_types), 0
-        """Tensor name -> block type of what the checkpoint stores quantised, and how many weights are in a format of `reader`."""
-        if self._quant_spec.reader is not None:
-            self._read_format()
+        self._quantized = self._read_format()
         self._at_load = None if quantization is None else choose_load_time_method(registry, model, quantization)
         self._platform = open_platform(registry, platform, threads, cache_dir, progress, stated)
 
@@ -131,7 +125,7 @@ class WorkerBuilder:
         self._keep_blocks(model)
         if platform.device.type == "cpu":
             place_together(model)
-        checkpoint = open_checkpoint(self._config, self._registry.specs("model"), self._format)
+        checkpoint = self._quantized or open_checkpoint(self._config, self._registry.specs("model"))
         try:
             with torch.no_grad():
                 load_weights(model, checkpoint, progress)
@@ -185,32 +179,18 @@ class WorkerBuilder:
             method: LoadTimeMethod = self._registry.create("quant_method", self._at_load.name, None)
             made = quantize_at_load(model, method, blocks, tensor_dtype(self._config.dtype))
             return made.notices(method.name, self._platform.name)
-        if blocks is not None and self._block_types:
-            keep_stored_blocks(model, self._block_types, blocks)
-        if not self._num_quantized:
-            return []
-        kept = {
-            path for path, parameter in named_parameters(cast(Layer, model)).items() if parameter.blocks is not None
-        }
-        targets = model.weight_table().targets
-        expanded = self._num_quantized - sum(target.path in kept for target in targets.values())
-        if expanded <= 0:
-            return []
-        return [
-            f"{expanded} of {self._num_quantized} {self._quant_spec.name} weights are expanded while they are loaded, because "
-            f"platform {self._platform.name!r} does not multiply with them as they are stored or model.expand_quantized is "
-            "set: they take the memory of plain weights"
-        ]
+        if self._quantized is not None:
+            return take_forms(model, self._quantized, blocks, self._quant_spec.name, self._platform.name)
+        if blocks is not None and self._config.stored_types:
+            keep_stored_blocks(model, self._config.stored_types, blocks)
+        return []
 
-    def _read_format(self) -> None:
-        """How the checkpoint stores its weights; only headers are read."""
-        self._format = self._registry.create(
-            "quant_method", self._quant_spec.name, self._config.quantization, field="reader"
-        )
-        checkpoint = open_checkpoint(self._config, self._registry.specs("model"), self._format)
-        if isinstance(checkpoint, QuantizedCheckpoint):
-            self._block_types, self._num_quantized = checkpoint.block_types(), checkpoint.num_weights
-        checkpoint.close()
+    def _read_format(self) -> QuantizedCheckpoint | None:
+        """How a checkpoint that was quantised before stores its weights; only headers are read."""
+        if self._quant_spec.reader is None:
+            return None
+        form = self._registry.create("quant_method", self._quant_spec.name, self._config.quantization, field="reader")
+        return QuantizedCheckpoint(open_checkpoint(self._config, self._registry.specs("model")), form)
 
     def _create_model(self, ops: Ops, dtype: str, device: torch.device) -> CausalLM:
         quant: QuantMethod = self._registry.create("quant_method", self._quant_spec.name, self._config.quantization)
