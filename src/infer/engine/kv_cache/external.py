@@ -185,7 +185,7 @@ class ExternalKV:
 
     def commit_version(self, version: int) -> None:
         """Other weights than those of the files, which the namespace names: nothing is loaded or saved any more."""
-        self._paused = version != 0
+        self._paused = self._saves.paused = version != 0
         if self._paused:
             self._saves.drop()
 

@@ -36,6 +36,7 @@ class Saves:
     def __init__(self, kv: KVCacheManager, stats: ExternalStats) -> None:
         self.step_id = 0
         """The step being planned, or the last one."""
+        self.paused = False
         self._kv = kv
         self._stats = stats
         self._limits = [max(1, pool.num_blocks // SAVING_SHARE) for pool in kv.pools]
@@ -49,6 +50,8 @@ class Saves:
 
     def registered(self, request: Request, first: int, end: int) -> None:
         """Blocks first .. end of the request were just made findable."""
+        if self.paused:
+            return
         kv = self._kv
         for index in range(first, end):
             block_hash = request.blocks.hashes[index]
