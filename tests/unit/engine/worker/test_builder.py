@@ -75,7 +75,7 @@ def test_one_quantization_method_answers_for_a_checkpoint() -> None:
     registry = build_registry(PluginsSection())
     assert choose_quant_method(registry, quantized(None)).name == "unquantized"
     assert choose_quant_method(registry, quantized({"quant_method": "gguf"})).name == "gguf"
-    with pytest.raises(UnsupportedModelError, match=r"'quant_method': 'marvel'.*gguf, unquantized"):
+    with pytest.raises(UnsupportedModelError, match=r"'quant_method': 'marvel'.*awq, .*gguf, gptq, unquantized"):
         choose_quant_method(registry, quantized({"quant_method": "marvel"}))
     both: Any = Plugins(
         quant_method=[(SimpleNamespace(name=name, at_load=False), lambda section: True) for name in ("x", "y")]

@@ -479,6 +479,9 @@ class WithBestExpert:
     def create(self, kind: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return BestExpert(*args) if name == "best_expert" else self.inner.create(kind, name, *args, **kwargs)
 
+    def probe(self, kind: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.probe(kind, name, *args, **kwargs)
+
 
 @pytest.mark.row("X-AUX-KINDS", "a further kind is a small adapter; nothing of the life of a row changes")
 def test_a_field_of_a_plugin_rides_along(paths: dict[str, Path]) -> None:
