@@ -1,4 +1,4 @@
-"""The GPU kernels without a GPU: their results under Triton's interpreter.
+"""The GPU kernels without a GPU: their results under Triton's interpreter, and what the compiler says of every launch.
 
 Each file of `tests/triton_kernels` runs in a process of its own, for the interpreter is chosen before Triton is imported.
 """
@@ -52,3 +52,14 @@ def test_results_under_the_interpreter(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", kernel_tests())
 def test_many_results_under_the_interpreter(name: str, tmp_path: Path) -> None:
     interpreted(KERNEL_TESTS / name, tmp_path, "interpreted-heavy", limit=1500)
+
+
+@pytest.mark.heavy
+def test_every_launch_compiles_within_its_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Registers, spills and shared memory of every launch, for every target; the table is printed."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tools" / "kernel_gate.py")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1700)
+    with capsys.disabled():
+        print("\n" + done.stdout)
+    assert done.returncode == 0, done.stderr[-6000:]

@@ -19,7 +19,7 @@ from infer.backends.cuda.device import DeviceFacts
 from infer.backends.cuda.launch import launch
 
 SMALL = DeviceFacts(multiprocessors=2, shared_memory=1 << 16, native_fp8=False)
-LARGE = DeviceFacts(multiprocessors=132, shared_memory=232448, native_fp8=True)
+LARGE = DeviceFacts(multiprocessors=132, shared_memory=232448, native_fp8=True, asynchronous_products=True)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and parts of keys in every case."""
     monkeypatch.setattr(module, "DECODE", Tile(16, 16, 4, 1))
     monkeypatch.setattr(module, "PREFILL", Tile(32, 16, 4, 1))
+    monkeypatch.setattr(module, "PREFILL_SMALL", Tile(32, 16, 4, 1))
     monkeypatch.setattr(module, "FP32", Tile(8, 8, 4, 1))
     monkeypatch.setattr(module, "INVARIANT", Tile(16, 8, 4, 1))
     monkeypatch.setattr(module, "INVARIANT_SPLIT", 16)

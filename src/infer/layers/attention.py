@@ -16,12 +16,13 @@ from infer.errors import WeightError
 from infer.layers.linear import Linear
 from infer.layers.norm import RMSNorm
 from infer.layers.parameter import Layer
-from infer.plugins.platform import UNSCALED
+from infer.plugins.platform import UNSCALED, KVScales
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from infer.plugins.model import BuildContext, ForwardBatch
+    from infer.plugins.platform import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +69,27 @@ class Attention(Layer):
         """q [T, H, D], k [T, K, D], v [T, K, D'] -> [T, H * D']."""
         k_cache, v_cache = batch.kv[self.layer_id]
         metadata = batch.attention[batch.group_of_layer[self.layer_id]]
-        facts = self.facts
-        rules = facts.scale, facts.window, facts.softcap
-        if k_cache.itemsize > 1 or self.scales == UNSCALED:
-            self.ops.write_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
-            return self.ops.attention(q, k_cache, v_cache, metadata, *rules).flatten(1)
-        self.ops.write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, self.scales)
-        return self.ops.attention(q, k_cache, v_cache, metadata, *rules, self.scales).flatten(1)
+        self.ops.write_kv(k, v, k_cache, v_cache, metadata.slot_mapping, *self._scales_for(k_cache))
+        return self._attend(q, k_cache, v_cache, metadata)
+
+    def rotated(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: tuple[Tensor, Tensor], batch: ForwardBatch) -> Tensor:
+        """The same of q and k that are still to be turned: with the write in one, where the platform has that."""
+        fused = self.ops.rotary_and_write_kv
+        if fused is None:
+            q, k = self.ops.rotary(q, k, *cos_sin)
+            return self(q, k, v, batch)
+        k_cache, v_cache = batch.kv[self.layer_id]
+        metadata = batch.attention[batch.group_of_layer[self.layer_id]]
+        slots, scales = metadata.slot_mapping, self._scales_for(k_cache)
+        return self._attend(fused(q, k, v, *cos_sin, k_cache, v_cache, slots, *scales), k_cache, v_cache, metadata)
+
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        rules = self.facts.scale, self.facts.window, self.facts.softcap
+        return self.ops.attention(q, k_cache, v_cache, metadata, *rules, *self._scales_for(k_cache)).flatten(1)
+
+    def _scales_for(self, cache: Tensor) -> tuple[()] | tuple[KVScales]:
+        """What the ops are given beside the tensors: only 8-bit caches come with scales."""
+        return () if cache.itemsize > 1 or self.scales == UNSCALED else (self.scales,)
 
 
 class SelfAttention(Layer):
@@ -95,7 +110,6 @@ class SelfAttention(Layer):
         norm_all_heads: bool = False,
     ) -> None:
         self.facts = facts
-        self.rotate = context.ops.rotary
         self.qkv = Linear(context, facts.hidden_size, facts.q_rows + 2 * facts.kv_rows, bias=qkv_bias)
         self.out = Linear(context, facts.q_rows, facts.hidden_size, bias=out_bias)
         self.q_norm: RMSNorm | None = None
@@ -115,8 +129,7 @@ class SelfAttention(Layer):
                 q, k = self.q_norm(q.flatten(1)).view_as(q), self.k_norm(k.flatten(1)).view_as(k)
             else:
                 q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotate(q, k, *cos_sin)
-        return self.out(self.attention(q, k, v, batch))
+        return self.out(self.attention.rotated(q, k, v, cos_sin, batch))
 
 
 def kv_layout(layers: Sequence[AttentionFacts]) -> KVLayout:

@@ -89,6 +89,24 @@ class WriteKV(Protocol):
     ) -> None: ...
 
 
+class RotateAndWriteKV(Protocol):
+    """The call of `Ops.rotary_and_write_kv`; scales as in `WriteKV`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        scales: KVScales = ...,
+        /,
+    ) -> Tensor: ...
+
+
 class Attend(Protocol):
     """The call of `Ops.attention`; scales as in `WriteKV`."""
 
@@ -197,6 +215,9 @@ class Ops:
     """(x [T, N], rows [M] int64) -> [M, N]."""
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
     """(x, residual, weight, eps) -> (rms_norm(x + residual), x + residual)."""
+    rotary_and_write_kv: RotateAndWriteKV | None = None
+    """(q, k, v, cos, sin, k_cache, v_cache, slot_mapping): `rotary`, then `write_kv` of the rotated k and of v, bit for bit.
+    -> rotated q [T, H, D]."""
     topk_router: Callable[[Tensor, Routing, Tensor | None, Tensor | None], tuple[Tensor, Tensor]] | None = None
     """(logits [T, E], rule, bias [E] fp32 or None, tap [T or more, K] or None) -> (weights [T, K] fp32, ids [T, K] int64).
     The bias counts for the choice, not for the weights. ids descend by the score that chose them: the router's order; of

@@ -41,8 +41,10 @@ class Tile:
 DECODE = Tile(16, 64, 4, 3)
 DECODE_WIDE = Tile(16, 32, 4, 2)
 PREFILL = Tile(128, 64, 8, 2)
+PREFILL_SMALL = Tile(64, 64, 4, 2)
 PREFILL_WIDE = Tile(64, 32, 8, 2)
-"""Wide: heads of more than 128 elements, of which two stages of keys and values must fit beside the queries."""
+"""Small: for GPUs whose matrix units take their operands from registers, of which 128 rows leave too few. Wide: heads of
+more than 128 elements, of which two stages of keys and values must fit beside the queries."""
 FP32 = Tile(16, 32, 4, 1)
 FP32_WIDE = Tile(16, 16, 4, 1)
 INVARIANT = Tile(64, 64, 8, 2)
@@ -50,7 +52,7 @@ INVARIANT_WIDE = Tile(64, 32, 8, 2)
 """One for all lengths: how many warps share a row decides in which order its weights are added up."""
 
 
-def choose_tile(head_size: int, dtype: torch.dtype, query_rows: int, *, invariant: bool) -> Tile:
+def choose_tile(device: DeviceFacts, head_size: int, dtype: torch.dtype, query_rows: int, *, invariant: bool) -> Tile:
     """`query_rows`: tokens of the longest row times heads of a group. The invariant mode looks at no length."""
     wide = head_size > 128
     if dtype == torch.float32:  # no tensor cores
@@ -59,7 +61,7 @@ def choose_tile(head_size: int, dtype: torch.dtype, query_rows: int, *, invarian
         return INVARIANT_WIDE if wide else INVARIANT
     if query_rows <= DECODE.rows:
         return DECODE_WIDE if wide else DECODE
-    return PREFILL_WIDE if wide else PREFILL
+    return PREFILL_WIDE if wide else PREFILL if device.asynchronous_products else PREFILL_SMALL
 
 
 def attention(
@@ -86,7 +88,7 @@ def attention(
     (_, block_size, kv_heads, _), value_size = k_cache.shape, v_cache.shape[-1]
     group, num_rows = heads // kv_heads, metadata.seq_lens.shape[0]
     longest, most_queries = max(metadata.seq_lens_host, default=0), max(metadata.query_lens_host, default=0)
-    tile = choose_tile(max(head_size, value_size), q.dtype, most_queries * group, invariant=invariant)
+    tile = choose_tile(device, max(head_size, value_size), q.dtype, most_queries * group, invariant=invariant)
     tile_heads = min(group, tile.rows)
     tile_tokens = tile.rows // tile_heads
     tiles = num_rows if most_queries == 1 else tokens // tile_tokens + num_rows

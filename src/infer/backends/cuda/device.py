@@ -15,3 +15,5 @@ class DeviceFacts:
     """Bytes that one program may use."""
     native_fp8: bool
     """Whether it computes with float8_e4m3fn (NVIDIA from 8.9); without, kernels read its bits."""
+    asynchronous_products: bool = False
+    """Whether matrix units read shared memory by themselves (NVIDIA from 9.0): larger tiles pay then."""

@@ -26,6 +26,7 @@ def make_ops(device: DeviceFacts, *, invariant: bool, launch: Launch = launch) -
         silu_and_mul=partial(activation.silu_and_mul, launch),
         gelu_tanh_and_mul=partial(activation.gelu_tanh_and_mul, launch),
         write_kv=partial(rotary.write_kv, launch),
+        rotary_and_write_kv=partial(rotary.rotary_and_write_kv, launch),
         attention=partial(attention.attention, launch, device, invariant),
         gather_rows=partial(rows.gather_rows, launch),
         add_rms_norm=partial(norm.add_rms_norm, launch),

@@ -30,41 +30,20 @@ def store_heads(
 
 
 @triton.jit
-def rotate_kernel(
-    x: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    slots: tl.tensor,
-    out: tl.tensor,
-    heads: int,
-    size: int,
-    x_token: int,
-    x_head: int,
-    angle_token: int,
-    out_token: int,
-    out_head: int,
-    scale: float,
-    HALF: tl.constexpr,
-    TO_CACHE: tl.constexpr,
-    EIGHT_BITS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-) -> None:
-    """Some heads of one token: the first 2 * HALF elements are turned, the rest is copied. Row `slots[token]` of a cache
-    takes them, or row `token` of a result."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    target = tl.load(slots + token) if TO_CACHE else token
-    source = x + token * x_token + head * x_head
-    place = target * out_token + head * out_head
+def move_heads(
+    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, head: tl.tensor, heads: int, size: int,
+    x_head: int, out_head: int, scale: float,
+    HALF: tl.constexpr, EIGHT_BITS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some heads of one token: the first 2 * HALF elements are turned, the rest is copied."""
+    source, place = x + head * x_head, head * out_head
     if HALF > 0:
         at = tl.arange(0, BLOCK_HALF)[None, :]
         mask = (head < heads) & (at < HALF)
         first = tl.load(source + at, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(source + HALF + at, mask=mask, other=0.0).to(tl.float32)
-        c = tl.load(cos + token * angle_token + at, mask=at < HALF, other=0.0).to(tl.float32)
-        s = tl.load(sin + token * angle_token + at, mask=at < HALF, other=0.0).to(tl.float32)
+        c = tl.load(cos + at, mask=at < HALF, other=0.0).to(tl.float32)
+        s = tl.load(sin + at, mask=at < HALF, other=0.0).to(tl.float32)
         # Rounded to their own dtype first: eight bits of them are the same whether or not this is one kernel.
         turned = (first * c - second * s).to(x.dtype.element_ty).to(tl.float32)
         store_heads(turned, out, place + at, mask, scale, EIGHT_BITS)
@@ -77,12 +56,49 @@ def rotate_kernel(
         store_heads(value, out, place + rest, mask, scale, EIGHT_BITS)
 
 
+@triton.jit
+def heads_kernel(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, cos: tl.tensor, sin: tl.tensor, slots: tl.tensor,
+    q_out: tl.tensor, k_out: tl.tensor, v_out: tl.tensor,
+    heads: int, kv_heads: int, size: int, value_size: int, angle_token: int,
+    q_token: int, q_head: int, k_token: int, k_head: int, v_token: int, v_head: int,
+    q_out_token: int, q_out_head: int, k_out_token: int, k_out_head: int, v_out_token: int, v_out_head: int,
+    k_scale: float, v_scale: float,
+    Q_TILES: tl.constexpr, K_TILES: tl.constexpr, HALF: tl.constexpr, TO_CACHE: tl.constexpr, EIGHT_BITS: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (token, tile of heads): tiles of queries, then of keys, then of values. Keys and values go to row
+    `slots[token]` of a cache, or keys to row `token` of a result."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    target = tl.load(slots + token) if TO_CACHE else token
+    c, s = cos + token * angle_token, sin + token * angle_token
+    if tile < Q_TILES:
+        head = tile * HEADS + tl.arange(0, HEADS)[:, None]
+        move_heads(
+            q + token * q_token, q_out + token * q_out_token, c, s, head, heads, size, q_head, q_out_head, 1.0,
+            HALF, False, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    elif tile < Q_TILES + K_TILES:
+        head = (tile - Q_TILES) * HEADS + tl.arange(0, HEADS)[:, None]
+        move_heads(
+            k + token * k_token, k_out + target * k_out_token, c, s, head, kv_heads, size, k_head, k_out_head, k_scale,
+            HALF, EIGHT_BITS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        value_head = (tile - Q_TILES - K_TILES) * VALUE_HEADS + tl.arange(0, VALUE_HEADS)[:, None]
+        move_heads(
+            v + token * v_token, v_out + target * v_out_token, c, s, value_head, kv_heads, value_size, v_head, v_out_head,
+            v_scale, 0, EIGHT_BITS, 1, VALUE_BLOCK,
+        )  # fmt: skip
+
+
 def rotary(launch: Launch, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """(q [T, H, D], k [T, K, D], cos [T, R], sin [T, R]) -> rotated q, k; rotate-half over the first 2R of D."""
     heads = q.shape[1]
     rotated = torch.empty((q.shape[0], heads + k.shape[1], q.shape[2]), dtype=q.dtype, device=q.device)
-    _turn(launch, q, cos, sin, None, rotated[:, :heads], 1.0)
-    _turn(launch, k, cos, sin, None, rotated[:, heads:], 1.0)
+    _move(launch, q, k, None, (cos, sin), None, rotated[:, :heads], rotated[:, heads:], None, UNSCALED)
     return rotated[:, :heads], rotated[:, heads:]
 
 
@@ -97,8 +113,7 @@ def write_kv(
     /,
 ) -> None:
     """(k [T, K, D], v [T, K, D'], k_cache [blocks, block_size, K, D], v_cache [.., D'], slot_mapping [T]): in place."""
-    _turn(launch, k, None, None, slot_mapping, k_cache.view(-1, *k_cache.shape[2:]), scales[0])
-    _turn(launch, v, None, None, slot_mapping, v_cache.view(-1, *v_cache.shape[2:]), scales[1])
+    _move(launch, None, k, v, None, slot_mapping, None, _rows(k_cache), _rows(v_cache), scales)
 
 
 def rotary_and_write_kv(
@@ -116,44 +131,60 @@ def rotary_and_write_kv(
 ) -> Tensor:
     """Both in one: rotated q [T, H, D]; the rotated k is nowhere but in the cache."""
     rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _turn(launch, q, cos, sin, None, rotated, 1.0)
-    _turn(launch, k, cos, sin, slot_mapping, k_cache.view(-1, *k_cache.shape[2:]), scales[0])
-    _turn(launch, v, None, None, slot_mapping, v_cache.view(-1, *v_cache.shape[2:]), scales[1])
+    _move(launch, q, k, v, (cos, sin), slot_mapping, rotated, _rows(k_cache), _rows(v_cache), scales)
     return rotated
 
 
-def _turn(
-    launch: Launch, x: Tensor, cos: Tensor | None, sin: Tensor | None, slots: Tensor | None, out: Tensor, scale: float
+def _rows(cache: Tensor) -> Tensor:
+    """[blocks, block_size, ..] -> [blocks * block_size, ..], a view: a write must not go to a copy."""
+    return cache.view(-1, *cache.shape[2:])
+
+
+def _move(
+    launch: Launch,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor | None,
+    angles: tuple[Tensor, Tensor] | None,
+    slots: Tensor | None,
+    q_out: Tensor | None,
+    k_out: Tensor,
+    v_out: Tensor | None,
+    scales: KVScales,
 ) -> None:
-    """Rows of x [T, heads, D] into rows of out [.., heads, D], turned where there are angles."""
-    x = dense_rows(x)
-    tokens, heads, size = x.shape
-    half = 0 if cos is None else cos.shape[1]
-    angles = None if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
-    place = stored(out)
-    per_program = max(1, min(power_of_two(heads), TILE // power_of_two(size)))
+    """Rows of q, k and v [T, heads, D] into rows of their outs, q and k turned where there are angles. What is None stays
+    away; k stands in for its address."""
+    cos, sin = (k, k) if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+    half = 0 if angles is None else cos.shape[1]
+    k, place = dense_rows(k), stored(k_out)
+    (tokens, kv_heads, size), heads = k.shape, 0 if q is None else q.shape[1]
+    q, q_place = (k, place) if q is None or q_out is None else (dense_rows(q), q_out)
+    v_tiles = 0 if v is None else kv_heads
+    v, v_place = (k, place) if v is None or v_out is None else (dense_rows(v), stored(v_out))
+    value_size = v.shape[2]
+    per_tile, values_per_tile = _heads_per_tile(max(heads, kv_heads), size), _heads_per_tile(kv_heads, value_size)
+    q_tiles, k_tiles = ceil_div(heads, per_tile), ceil_div(kv_heads, per_tile)
     launch(
-        rotate_kernel,
-        (tokens, ceil_div(heads, per_program)),
-        x,
-        x if angles is None else angles[0],
-        x if angles is None else angles[1],
-        x if slots is None else slots,
-        place,
-        heads,
-        size,
-        x.stride(0),
-        x.stride(1),
-        half,
-        place.stride(0),
-        place.stride(1),
-        scale,
+        heads_kernel,
+        (tokens, q_tiles + k_tiles + ceil_div(v_tiles, values_per_tile)),
+        *(q, k, v, cos, sin, k if slots is None else slots.contiguous(), q_place, place, v_place),
+        *(heads, kv_heads, size, value_size, half),
+        *(stride for x in (q, k, v, q_place, place, v_place) for stride in x.stride()[:2]),
+        *scales,
+        Q_TILES=q_tiles,
+        K_TILES=k_tiles,
         HALF=half,
         TO_CACHE=slots is not None,
-        EIGHT_BITS=place is not out,
-        HEADS=per_program,
+        EIGHT_BITS=place is not k_out,
+        HEADS=per_tile,
+        VALUE_HEADS=values_per_tile,
         BLOCK_HALF=power_of_two(half),
         BLOCK_REST=0 if size == 2 * half else power_of_two(size - 2 * half),
+        VALUE_BLOCK=power_of_two(value_size),
         num_warps=4,
         num_stages=1,
     )
+
+
+def _heads_per_tile(heads: int, size: int) -> int:
+    return max(1, min(power_of_two(heads), TILE // power_of_two(size)))

@@ -37,10 +37,12 @@ MANY = Tile(128, 128, 64, 8, 3)
 def load_eight_bits(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """As the matrix units take them."""
     if at.dtype.element_ty == tl.uint8:
-        return decode_e4m3(tl.load(at, mask=mask, other=0))
-    if at.dtype.element_ty == tl.int8:
-        return tl.load(at, mask=mask, other=0)
-    return tl.load(at, mask=mask, other=0.0)
+        found = decode_e4m3(tl.load(at, mask=mask, other=0))
+    elif at.dtype.element_ty == tl.int8:
+        found = tl.load(at, mask=mask, other=0)
+    else:
+        found = tl.load(at, mask=mask, other=0.0)
+    return found
 
 
 @triton.jit

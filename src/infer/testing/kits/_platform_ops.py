@@ -156,4 +156,21 @@ def _small(ops: Ops, draw: Draw) -> None:
         draw.close(ops.add_shared(x, shared, gate), gated, "add_shared with a gate")
 
 
-OPTIONAL = (_topk_router, _moe, _packed, _head_logits, _rotary_angles, _small)
+def _rotary_and_write(ops: Ops, draw: Draw) -> None:
+    """What rotary and write_kv do one after the other, bit for bit."""
+    if ops.rotary_and_write_kv is None:
+        return
+    q, k, v = draw.floats(3, 4, 8), draw.floats(3, 2, 8), draw.floats(3, 2, 6)
+    angle, slots = draw.floats(3, 4).float(), torch.tensor([9, 4, 15], device=draw.device)
+    cos, sin = angle.cos(), angle.sin()
+    apart, together = (
+        [torch.full((4, 4, *x.shape[1:]), 7.0, device=draw.device, dtype=draw.dtype) for x in (k, v)] for _ in range(2)
+    )
+    turned, turned_k = ops.rotary(q, k, cos, sin)
+    ops.write_kv(turned_k, v, apart[0], apart[1], slots)
+    found = ops.rotary_and_write_kv(q, k, v, cos, sin, together[0], together[1], slots)
+    for what, one, other in zip(("q", "keys", "values"), (turned, *apart), (found, *together), strict=True):
+        expect(torch.equal(one, other), f"rotary_and_write_kv: {what} differ from rotary, then write_kv")
+
+
+OPTIONAL = (_rotary_and_write, _topk_router, _moe, _packed, _head_logits, _rotary_angles, _small)
