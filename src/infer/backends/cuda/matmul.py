@@ -29,6 +29,8 @@ class Tile:
 
 HALF = Tile(64, 128, 64, 4, 4)
 FP32 = Tile(32, 32, 32, 4, 1)
+FEWER_STAGES = 2
+"""Where shared memory is small. How many loads are under way moves no bit."""
 
 
 @triton.jit
@@ -105,6 +107,6 @@ def _product(
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=tile.num_stages if device.shared_memory > 1 << 17 else min(tile.num_stages, FEWER_STAGES),
     )
     return out
