@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.plugins import QuantMethodSpec, Registry
+from infer.plugins import QuantMethodSpec, Registry, StoredWeight
 from infer.testing.kits import quant_method
 from planted_bugs import PlantBug, failures, plant_bug, registry
 
@@ -94,6 +94,22 @@ def test_load_time_method(plant_bug: PlantBug, registry: Registry, bug: Any, bro
     assert broken in failures(quant_method.checks(spec, ops))
     spec = dataclasses.replace(registry.get("quant_method", "int8"), matches=plant_bug(lambda section: section is None))
     assert failures(quant_method.checks(spec, ops)) == {"matches_no_checkpoint"}
+
+
+class Claims:
+    """A format that takes every tensor for a quantised weight."""
+
+    def weights(self, tensors: Any) -> dict[str, StoredWeight]:
+        return {name: StoredWeight(shape=(1, 1), sources={"weight": name}) for name in tensors}
+
+
+@pytest.mark.parametrize("name", ["awq", "compressed-tensors", "fp8", "gptq"])
+def test_a_reader_that_takes_plain_tensors(plant_bug: PlantBug, registry: Registry, name: str) -> None:
+    ops = registry.create("platform", "reference", threads=1).ops
+    spec = registry.get("quant_method", name)
+    assert failures(quant_method.checks(spec, ops)) == set()
+    spec = dataclasses.replace(spec, reader=plant_bug(lambda section: Claims()))
+    assert failures(quant_method.checks(spec, ops)) == {"reads_only_what_is_there"}
 
 
 class PerRow:
