@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gguf_samples import quantized
 from infer.backends.cpu.block_formats import BLOCK_FORMATS
-from infer.backends.cpu.ops import pack
 from infer.plugins.platform import ExpertStack, Ops, Routing
 
 SEEDS = st.integers(0, 2**31)
@@ -33,7 +32,8 @@ def stack(
         return ExpertStack(packed, form), numbers
     weight = torch.randn(experts, rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     if form == "packed":
-        return ExpertStack(torch.cat([pack(part) for part in weight]), None), weight.double()
+        assert ops.pack is not None
+        return ExpertStack(torch.cat([ops.pack(part) for part in weight]), None), weight.double()
     return ExpertStack(weight, None), weight.double()
 
 
