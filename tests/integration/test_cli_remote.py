@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -98,9 +99,9 @@ def vendor() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def terminal(*arguments: str) -> Iterator[pexpect.spawn]:
+def terminal(*arguments: str, **variables: str) -> Iterator[pexpect.spawn]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFER_")}
-    environment |= {"TERM": "dumb", "INPUTRC": "/dev/null"}
+    environment |= {"TERM": "dumb", "INPUTRC": "/dev/null"} | variables
     command = ["-m", "infer", *arguments]
     child = pexpect.spawn(
         sys.executable, command, env=environment, timeout=WAIT, encoding="utf-8", dimensions=(40, 200)
@@ -188,6 +189,20 @@ def test_another_vendors_server(vendor: str) -> None:
     assert [turn["role"] for turn in second["messages"]] == ["system", "user", "assistant", "user"]
     assert second["messages"][2]["content"] == "Of course.", "what was thought is not said again"
     assert "max_tokens" not in first, "only what was typed is sent"
+
+
+@pytest.mark.row(ROW, "against a server, reasoning is dimmed on a terminal, and plain with NO_COLOR")
+@pytest.mark.parametrize("variables", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}], ids=["dim", "NO_COLOR"])
+def test_what_is_thought_looks_different_from_the_answer(vendor: str, variables: dict[str, str]) -> None:
+    with terminal("chat", "--url", vendor, **variables) as child:
+        child.expect("> ")
+        child.sendline("can you?")
+        child.expect(r"Of course\.")
+        styles = re.findall(r"(\x1b\[[0-9;]*m)Hmm\.\.\.", child.before)
+        assert styles == ([] if "NO_COLOR" in variables else ["\x1b[2m"])
+        child.expect("calls look_up")
+        child.sendline("/exit")
+        assert finished(child) == 0
 
 
 @pytest.mark.row(ROW, "`infer complete` works remotely too")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -13,11 +12,11 @@ import anyio
 import typer
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from infer.cli.local import LocalModel
 from infer.cli.options import with_model, with_options
 from infer.cli.progress import ProgressDisplay
-from infer.cli.remote import ApiKey, ApiKeyFile, RemoteModel, ServerUrl, remote_summary, server_key
-from infer.cli.run import statistics
-from infer.cli.session import Session, visible
+from infer.cli.remote import ApiKey, ApiKeyFile, RemoteModel, ServerUrl, server_key
+from infer.cli.session import Session
 from infer.config.engine import EngineConfig
 from infer.errors import EngineClosedError, EngineDeadError, InferError
 from infer.types import SamplingParams
@@ -44,37 +43,31 @@ def chat(
     with contextlib.ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal())
         if url is not None:
-
-            def thinks(text: str) -> None:
-                session.err.print(visible(text), style="dim", end="")
-
-            remote = portal.call(RemoteModel.find, url, model, key, thinks)
-            session.note(f"{remote.name} at {url}: {_HELP}")
-            _converse(session, _Conversation(portal, remote, params, system, summary=remote_summary))
+            remote = portal.call(RemoteModel.find, url, model, key, session.think)
+            _converse(session, f"{remote.name} at {url}", _Conversation(portal, remote, params, system))
             return
         config = with_model(config, model)
         with ProgressDisplay(session) as report:
             engine = stack.enter_context(portal.wrap_async_context_manager(session.make_engine(config, report)))
-        session.note(f"{config.model.ref}: {_HELP}")
-        _converse(session, _Conversation(portal, engine, params, system))
+        local = LocalModel(engine, session.think)
+        _converse(session, config.model.ref, _Conversation(portal, local, params, system))
 
 
 @dataclass(slots=True)
 class _Conversation:
     portal: BlockingPortal
-    engine: Any
+    model: LocalModel | RemoteModel
     params: SamplingParams
     system: str | None
     turns: list[dict[str, Any]] = field(default_factory=list)
-    summary: Callable[[Any], str] = statistics
-    """The last line of an answer, made of its result."""
 
     def messages(self) -> list[dict[str, Any]]:
         return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *self.turns]
 
 
-def _converse(session: Session, conversation: _Conversation) -> None:
+def _converse(session: Session, who: str, conversation: _Conversation) -> None:
     interactive = sys.stdin.isatty()
+    session.note(f"{who}: {_HELP}" if interactive else who)
     if interactive:
         with contextlib.suppress(ImportError):  # line editing and recall, where Python has it
             import readline  # noqa: F401, PLC0415
@@ -120,11 +113,12 @@ def _turn(session: Session, conversation: _Conversation, text: str) -> None:
         raise
     except InferError as error:
         conversation.turns.pop()
+        session.end_thought()
         session.err.print(f"infer: error: {error}", style="red")
         return
     so_far = "".join(answer.pieces)
     session.write("" if so_far.endswith("\n") else "\n")
-    session.note("[stopped]" if answer.completion is None else conversation.summary(answer.completion))
+    session.note(answer.summary or "[stopped]")
     if so_far:
         conversation.turns.append({"role": "assistant", "content": so_far})
     else:
@@ -136,7 +130,8 @@ class _Answer:
 
     def __init__(self, session: Session, conversation: _Conversation) -> None:
         self.pieces: list[str] = []
-        self.completion: Any = None
+        self.summary = ""
+        """Empty: it was stopped."""
         self._session = session
         self._conversation = conversation
         self._scope: anyio.CancelScope | None = None
@@ -147,11 +142,11 @@ class _Answer:
             if self._stopped:
                 return
             conversation = self._conversation
-            async with conversation.engine.stream(conversation.messages(), conversation.params) as stream:
+            async with conversation.model.stream(conversation.messages(), conversation.params) as stream:
                 async for delta in stream:
                     self.pieces.append(delta.text)
                     self._session.write(delta.text)
-            self.completion = stream.result
+            self.summary = stream.summary
 
     def stop(self) -> None:
         self._stopped = True

@@ -9,8 +9,8 @@ import anyio
 import typer
 
 from infer.cli.options import with_model, with_options
-from infer.cli.remote import ApiKey, ApiKeyFile, RemoteModel, ServerUrl, remote_summary, server_key
-from infer.cli.run import answer, statistics
+from infer.cli.remote import ApiKey, ApiKeyFile, RemoteModel, ServerUrl, server_key
+from infer.cli.run import answer
 from infer.cli.session import Session
 from infer.config.engine import EngineConfig
 from infer.errors import ConfigError, InvalidRequestError
@@ -39,7 +39,7 @@ def complete(
     if not text:
         raise InvalidRequestError("the text is empty", parameter="prompt", value=text)
     if url is None:
-        session.note(statistics(anyio.run(answer, session, with_model(config, model), text, params)))
+        session.note(anyio.run(answer, session, with_model(config, model), text, params))
     else:
         session.note(anyio.run(_remote, session, url, model, key, text, params))
 
@@ -55,4 +55,4 @@ async def _remote(
             ended = delta.text[-1:]
     if ended != "\n":
         session.write("\n")
-    return remote_summary(stream)
+    return stream.summary

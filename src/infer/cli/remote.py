@@ -16,7 +16,7 @@ import typer
 
 from infer.cli.bench_serve import stated_key
 from infer.cli.load_client import LoadClient, LoadError, Reply
-from infer.cli.session import visible
+from infer.cli.session import calls_shown, visible
 from infer.errors import ConfigError
 from infer.types import Delta, Prompt, SamplingParams
 
@@ -97,7 +97,6 @@ class RemoteStream:
         self._calls: dict[int, list[str]] = {}
         self._model = str(body["model"])
         self._finish: str | None = None
-        self._thinks = False
         self._began = self._first = 0.0
 
     async def __aenter__(self) -> Self:
@@ -130,11 +129,6 @@ class RemoteStream:
         return self._pending.pop(0)
 
     @property
-    def result(self) -> RemoteStream:
-        """Itself: `summary` says how it went."""
-        return self
-
-    @property
     def summary(self) -> str:
         """Counts, speed, the model that answered, and why it ended, in one line."""
         seconds = time.monotonic() - self._began
@@ -150,8 +144,7 @@ class RemoteStream:
         if self._finish not in (None, "stop"):
             parts.append(f"ended by {self._finish}")
         parts.append(self._model)
-        calls = "".join(f"\n[calls {name}({arguments})]" for name, arguments in self._calls.values())
-        return "[" + ", ".join(parts) + "]" + calls
+        return visible("[" + ", ".join(parts) + "]") + calls_shown(self._calls.values())
 
     def _take(self, event: Any) -> None:
         if not isinstance(event, dict):
@@ -169,12 +162,8 @@ class RemoteStream:
             if (thought or text) and not self._first:
                 self._first = time.monotonic() - self._began
             if isinstance(thought, str) and thought:
-                self._thinks = True
                 self._on_reasoning(thought)
             if isinstance(text, str) and text:
-                if self._thinks:
-                    self._thinks = False
-                    self._on_reasoning("\n")
                 self._pending.append(Delta(0, text, ()))
 
     def _take_calls(self, calls: Sequence[dict[str, Any]]) -> None:
@@ -183,7 +172,3 @@ class RemoteStream:
             told = self._calls.setdefault(call.get("index", 0), ["", ""])
             told[0] += function.get("name") or ""
             told[1] += function.get("arguments") or ""
-
-
-def remote_summary(stream: RemoteStream) -> str:
-    return visible(stream.summary)

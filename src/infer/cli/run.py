@@ -6,20 +6,18 @@ import shlex
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import anyio
 import typer
 
+from infer.cli.local import LocalModel, LocalStream
 from infer.cli.options import with_model, with_options
 from infer.cli.progress import ProgressDisplay
 from infer.cli.session import Session
 from infer.config.engine import EngineConfig
 from infer.errors import ConfigError, ContextLengthError, InvalidRequestError
-from infer.types import Completion, Prompt, SamplingParams
-
-if TYPE_CHECKING:
-    from infer.engine.stream import Stream
+from infer.types import Prompt, SamplingParams
 
 DEFAULT_MAX_TOKENS = 1024
 """The small default model does not always find an end; the last line says when this cut an answer."""
@@ -51,27 +49,27 @@ def run(
     model, text = (None, first) if second is None else (first, second)  # one argument is the prompt
     config = with_model(config, model)
     prompt = _prompt(text, raw, system)
-    completion = anyio.run(answer, session, config, prompt, params)
-    session.note(statistics(completion))
+    session.note(anyio.run(answer, session, config, prompt, params))
 
 
-async def answer(session: Session, config: EngineConfig, prompt: Prompt, params: SamplingParams) -> Completion:
-    """Load, write the answer as it comes, and give what it was."""
+async def answer(session: Session, config: EngineConfig, prompt: Prompt, params: SamplingParams) -> str:
+    """Load, write the answer as it comes, and say in a line how it went."""
     async with AsyncExitStack() as stack:
         with ProgressDisplay(session) as report:
             engine = await stack.enter_async_context(session.make_engine(config, report))
+        model = LocalModel(engine, session.think)
         if params.max_tokens is not None:
-            return await _write(session, engine.stream(prompt, params))
+            return await _write(session, model.stream(prompt, params))
         bounded = params.model_copy(update={"max_tokens": max(DEFAULT_MAX_TOKENS, params.min_tokens)})
         try:
-            return await _write(session, engine.stream(prompt, bounded))
+            return await _write(session, model.stream(prompt, bounded))
         except ContextLengthError as error:
             if error.parameter != "max_tokens":
                 raise
-        return await _write(session, engine.stream(prompt, params))  # less room than our default: up to the context
+        return await _write(session, model.stream(prompt, params))  # less room than our default: up to the context
 
 
-async def _write(session: Session, asked: Stream) -> Completion:
+async def _write(session: Session, asked: LocalStream) -> str:
     async with asked as stream:
         ended = "\n"
         async for delta in stream:
@@ -79,7 +77,7 @@ async def _write(session: Session, asked: Stream) -> Completion:
             ended = delta.text[-1:] or ended
     if ended != "\n":
         session.write("\n")
-    return stream.result
+    return stream.summary
 
 
 def _names_a_model(text: str) -> bool:
@@ -102,25 +100,3 @@ def _prompt(text: str, raw: bool, system: str | None) -> Prompt:
         return text
     turns = [{"role": "system", "content": system}] if system is not None else []
     return [*turns, {"role": "user", "content": text}]
-
-
-def statistics(completion: Completion) -> str:
-    """Speed, counts and why it ended, in one line."""
-    usage, timings = completion.usage, completion.timings
-    parts = [f"{usage.output_tokens} tokens"]
-    if timings is not None and timings.first_token is not None:
-        decode = timings.total - timings.first_token
-        if usage.output_tokens > 1 and decode > 0:
-            parts.append(f"{(usage.output_tokens - 1) / decode:.1f} tokens/s")
-        parts.append(f"first after {timings.first_token:.2f} s")
-    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
-    parts.append(f"{usage.prompt_tokens} prompt tokens{cached}")
-    if completion.finish_reason == "length":
-        bound = completion.sampling.max_tokens
-        parts.append(
-            "cut at the context length" if bound is None else f"cut at --max-tokens {bound} or the context length"
-        )
-    elif completion.finish_reason != "stop":
-        parts.append(f"ended by {completion.finish_reason}")
-    parts.append(f"seed {completion.seed}")
-    return "[" + ", ".join(parts) + "]"

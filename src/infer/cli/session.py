@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ class Session:
     log_level: str | None = None
     log_json: bool = False
     quiet: bool = False
+    thinks: bool = False
+    """What was shown last is a thought, in the middle of its line."""
 
     @property
     def environment(self) -> Environment:
@@ -53,18 +55,48 @@ class Session:
 
     def write(self, text: str) -> None:
         """Part of the answer, to stdout at once. On a terminal control characters of the model's are made visible."""
+        if self.thinks:
+            text = text.lstrip("\n")
+            if not text:
+                return
+            self.end_thought()
         sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
+    def think(self, text: str) -> None:
+        """Part of what the model thinks before it answers: no part of the answer, so to stderr."""
+        if not self.thinks:
+            text = text.lstrip("\n")
+        if text:
+            self.thinks = True
+            self.err.print(visible(text), style=self.soft, end="")
+
+    def end_thought(self) -> None:
+        """What comes next has a line of its own."""
+        if self.thinks:
+            self.thinks = False
+            self.err.print()
+
     def note(self, text: str) -> None:
         """A line for people, unless they asked for quiet."""
+        self.end_thought()
         if not self.quiet:
-            self.err.print(text, style="dim")
+            self.err.print(text, style=self.soft)
+
+    @property
+    def soft(self) -> str:
+        """Style of what is no answer. NO_COLOR takes rich's colours, but not this, unless it is asked."""
+        return "none" if self.err.no_color else "dim"
 
     def table(self, table: Table) -> None:
         """A table to stdout, as wide as it needs to be where nobody looks at it."""
         console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 1000)
         console.print(table)
+
+
+def calls_shown(calls: Iterable[Sequence[str]]) -> str:
+    """A line for each (name, arguments), behind a line that is there."""
+    return visible("".join(f"\n[calls {name}({arguments})]" for name, arguments in calls))
 
 
 def visible(text: str) -> str:

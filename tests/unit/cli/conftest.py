@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import anyio
@@ -19,7 +19,9 @@ from infer.cli.session import Session
 from infer.config.engine import EngineConfig
 from infer.config.env import read_environment
 from infer.errors import ContextLengthError
+from infer.plugins.manager import build_registry
 from infer.plugins.model_source import Progress, ProgressCallback
+from infer.testing.fake_engine import ByteTokenizer
 from infer.types import Choice, Completion, Delta, RequestTimings, SamplingParams, Usage
 
 
@@ -70,10 +72,14 @@ class FakeEngine:
     on_piece: Callable[[str], Any] | None = None
     reports: tuple[Progress, ...] = ()
     configs: list[EngineConfig] = field(default_factory=list)
-    prompts: list[Any] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     left: list[Any] = field(default_factory=list)
     closed: int = 0
+    config: EngineConfig = field(default_factory=EngineConfig)
+    registry: Any = field(default_factory=lambda: build_registry(EngineConfig().plugins))
+    prompts: Any = field(default_factory=lambda: SimpleNamespace(template_source=""))
+    tokenizer: Any = field(default_factory=ByteTokenizer)
 
     def make(self, config: EngineConfig, on_progress: ProgressCallback) -> FakeEngine:
         self.configs.append(config)
@@ -89,7 +95,7 @@ class FakeEngine:
         self.closed += 1
 
     def stream(self, prompt: Any, params: SamplingParams) -> FakeStream:
-        self.prompts.append(prompt)
+        self.asked.append(prompt)
         self.params.append(params)
         return FakeStream(self, params)
 

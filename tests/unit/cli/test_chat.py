@@ -27,9 +27,9 @@ def test_history_grows_and_reset_forgets(infer: Any, engine: Any, typed: Any) ->
     done = infer("chat", "org/name", "--system", "Be brief.", "--seed", "3")
     assert (done.code, done.out) == (0, "Paris.\nParis.\nParis.\n")
     assert engine.configs[0].model.ref == "org/name"
-    roles = [[turn["role"] for turn in prompt] for prompt in engine.prompts]
+    roles = [[turn["role"] for turn in prompt] for prompt in engine.asked]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
-    assert engine.prompts[1][2]["content"] == "Paris."
+    assert engine.asked[1][2]["content"] == "Paris."
     assert engine.params[0].seed == 3
     assert engine.closed == 1
 
@@ -37,7 +37,7 @@ def test_history_grows_and_reset_forgets(infer: Any, engine: Any, typed: Any) ->
 def test_exit_help_and_unknown_commands(infer: Any, engine: Any, typed: Any) -> None:
     typed("/help", "/nonsense", "", "/exit", "never asked")
     done = infer("chat")
-    assert (done.code, engine.prompts) == (0, [])
+    assert (done.code, engine.asked) == (0, [])
     assert "/reset forgets" in done.err and "no command /nonsense" in done.err
 
 
@@ -56,7 +56,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(infer: Any, engine: Any, typed:
     assert done.code == 0
     assert done.out == "Par\nParis.\n" and "[stopped]" in done.err
     assert engine.left[0] is not None and engine.left[1] is None  # the first stream was left by cancellation
-    assert engine.prompts[1][1] == {"role": "assistant", "content": "Par"}
+    assert engine.asked[1][1] == {"role": "assistant", "content": "Par"}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -65,14 +65,14 @@ def test_a_refused_turn_is_taken_back(infer: Any, engine: Any, typed: Any, monke
     typed("long", "longer")
     done = infer("chat")
     assert done.code == 0 and done.err.count("infer: error: too long; shorten it") == 2
-    assert [len(prompt) for prompt in engine.prompts] == [1, 1]
+    assert [len(prompt) for prompt in engine.asked] == [1, 1]
 
 
 def test_a_dead_engine_ends_the_program(infer: Any, engine: Any, typed: Any) -> None:
     engine.fails = EngineDeadError("the worker is gone")
     typed("hello", "again")
     done = infer("chat")
-    assert (done.code, len(engine.prompts), engine.closed) == (1, 1, 1)
+    assert (done.code, len(engine.asked), engine.closed) == (1, 1, 1)
     assert done.err.strip().endswith("infer: error: the worker is gone")
 
 
@@ -89,5 +89,5 @@ def test_at_a_terminal_ctrl_c_and_ctrl_d(infer: Any, engine: Any, monkeypatch: p
 
     monkeypatch.setattr("builtins.input", fake_input)
     done = infer("chat")
-    assert (done.code, len(engine.prompts)) == (0, 1)
+    assert (done.code, len(engine.asked)) == (0, 1)
     assert "Ctrl-D) leaves" in done.err

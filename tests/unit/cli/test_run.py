@@ -19,7 +19,7 @@ def test_one_argument_is_the_prompt(infer: Any, engine: Any) -> None:
     done = infer("run", "What is the capital of France?")
     assert (done.code, done.out) == (0, "Paris.\n")
     assert engine.configs[0].model.ref == DEFAULT_MODEL
-    assert engine.prompts == [[{"role": "user", "content": "What is the capital of France?"}]]
+    assert engine.asked == [[{"role": "user", "content": "What is the capital of France?"}]]
     assert engine.closed == 1
 
 
@@ -34,20 +34,20 @@ def test_two_arguments_are_model_and_prompt(infer: Any, engine: Any) -> None:
 def test_a_model_without_a_prompt_is_not_taken_for_one(infer: Any, engine: Any, tmp_path: Path, reference: str) -> None:
     reference = reference.format(directory=tmp_path)
     done = infer("run", reference)
-    assert (done.code, engine.prompts) == (1, [])
+    assert (done.code, engine.asked) == (1, [])
     assert f'infer run {reference} "PROMPT"' in done.err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("prompt", ["/help", "and/or", "Explain pypi:name and x.gguf", "why .gguf?"])
 def test_a_prompt_that_resembles_a_reference_is_a_prompt(infer: Any, engine: Any, prompt: str) -> None:
     assert infer("run", prompt).code == 0
-    assert engine.prompts == [[{"role": "user", "content": prompt}]]
+    assert engine.asked == [[{"role": "user", "content": prompt}]]
 
 
 def test_dash_reads_standard_input(infer: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
     assert infer("run", "-", "--raw").code == 0
-    assert engine.prompts == ["from a pipe\n"]
+    assert engine.asked == ["from a pipe\n"]
 
 
 def test_the_last_line_says_how_fast_and_why_it_ended(infer: Any, engine: Any) -> None:
@@ -79,9 +79,9 @@ def test_our_own_bound_yields_to_a_small_context(infer: Any, engine: Any) -> Non
 
 def test_system_and_raw(infer: Any, engine: Any) -> None:
     assert infer("run", "--system", "Be brief.", "hi").code == 0
-    assert [turn["role"] for turn in engine.prompts[0]] == ["system", "user"]
+    assert [turn["role"] for turn in engine.asked[0]] == ["system", "user"]
     assert infer("run", "--raw", "Once upon").code == 0
-    assert engine.prompts[1] == "Once upon"
+    assert engine.asked[1] == "Once upon"
     assert infer("run", "--raw", "--system", "x", "hi").code == 1
 
 
@@ -119,7 +119,7 @@ def test_settings_from_flag_file_and_environment(infer: Any, engine: Any, tmp_pa
 def test_mistakes_are_one_line_and_a_code(infer: Any, engine: Any, arguments: list[str], code: int, said: str) -> None:
     done = infer(*arguments)
     assert done.code == code
-    assert done.out == "" and engine.prompts == []
+    assert done.out == "" and engine.asked == []
     lines = done.err.strip().splitlines()
     assert len(lines) == 1 and lines[0].startswith("infer: error: ")
     assert said.replace("(", "").replace(")", "").split(".*")[0] in lines[0]
@@ -191,12 +191,12 @@ def test_errors_of_the_model_are_shown_as_they_are(infer: Any, engine: Any) -> N
 @pytest.mark.row("SERVE-CLI-CHAT", "the local invocation is unchanged, and `infer complete` goes on with a text here")
 def test_complete_goes_on_with_the_text_as_it_is(infer: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     done = infer("complete", "Once upon", "--seed", "4")
-    assert (done.code, done.out, engine.prompts) == (0, "Paris.\n", ["Once upon"])
+    assert (done.code, done.out, engine.asked) == (0, "Paris.\n", ["Once upon"])
     assert engine.configs[0].model.ref == DEFAULT_MODEL and engine.params[0].seed == 4
     assert infer("complete", "org/name", "a time").code == 0
-    assert (engine.configs[1].model.ref, engine.prompts[1]) == ("org/name", "a time")
+    assert (engine.configs[1].model.ref, engine.asked[1]) == ("org/name", "a time")
     monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
-    assert infer("complete", "-").code == 0 and engine.prompts[2] == "from a pipe"
+    assert infer("complete", "-").code == 0 and engine.asked[2] == "from a pipe"
     for arguments, words in (
         (("complete",), "needs a text"),
         (("complete", ""), "the text is empty"),
