@@ -13,7 +13,7 @@ from torch import Tensor
 from attention_cases import Case, attend, build, cases, oracle
 from infer.backends.cpu.build import build_library
 from infer.backends.cpu.library import Library
-from infer.backends.cpu.ops import make_kernels, make_ops, pack, unpack
+from infer.backends.cpu.ops import make_kernels, make_ops
 from infer.plugins.platform import AttentionMetadata, Ops
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -36,7 +36,8 @@ def close(got: Tensor, exact: Tensor, dtype: torch.dtype, terms: int = 1) -> Non
 def test_linear(tables: dict[int, Ops], t: int, i: int, n: int, dtype: torch.dtype, biased: bool, seed: int) -> None:
     x, weight = draw(seed, t, i, dtype=dtype), draw(seed + 1, n, i, dtype=dtype)
     bias = draw(seed + 2, n, dtype=dtype) if biased else None
-    exact = x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
+    pack, exact = tables[2].pack, x.double() @ weight.double().t() + (bias.double() if bias is not None else 0)
+    assert pack is not None
     for form in (weight, pack(weight)):
         close(tables[2].linear(x, form, bias), exact, dtype, terms=i)
     logits = tables[2].head_logits
@@ -51,6 +52,8 @@ def test_packing_can_be_undone(
     tables: dict[int, Ops], n: int, i: int, odd: int, rows: int, dtype: torch.dtype, seed: int
 ) -> None:
     weight = draw(seed, 16 * n + odd % 2, 2 * i + odd // 3, dtype=dtype)
+    pack, unpack = tables[2].pack, tables[2].unpack
+    assert pack is not None and unpack is not None
     packed = pack(weight)
     assert torch.equal(unpack(packed), weight)
     if weight.numel():
@@ -64,6 +67,8 @@ def test_a_row_of_linear_has_the_same_bits_in_any_company(
 ) -> None:
     x, weight = draw(seed, t, i, dtype=dtype), draw(seed + 1, n, i, dtype=dtype)
     order = torch.randperm(t, generator=torch.Generator().manual_seed(seed))
+    pack = tables[1].pack
+    assert pack is not None
     for form in (weight, pack(weight)):
         whole = tables[2].linear(x, form, None)
         alone = torch.cat([tables[1].linear(x[row : row + 1], form, None) for row in range(t)])
