@@ -55,9 +55,9 @@ def test_many_results_under_the_interpreter(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_every_launch_compiles_within_its_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_launch_compiles_within_its_budget(test_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Registers, spills and shared memory of every launch, for every target; the table is printed."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | {"TRITON_CACHE_DIR": str(test_cache / "triton")}
     command = [sys.executable, str(ROOT / "tools" / "kernel_gate.py")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=1700)
     with capsys.disabled():
