@@ -120,7 +120,6 @@ class Load:
         if len(self.driver.in_flight) >= self.depth:
             return False
         before = len(self.driver.in_flight)
-        running = {request.request_id for request in self.driver.scheduler.running}
         self.failures = self.failures or failing
         self.act(action)
         if len(self.driver.in_flight) == before:
@@ -130,7 +129,7 @@ class Load:
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(set(plan.slots)) == len(plan.slots) <= config.max_num_seqs
         assert all(0 <= slot < config.max_num_seqs for slot in plan.slots)
-        new = [request.request_id not in running for request in step.requests]
+        new = [request.started_step == plan.step_id for request in step.requests]
         assert new == sorted(new), "a waiting request came before a running one"
         self.check_partial_prefills()
         return True

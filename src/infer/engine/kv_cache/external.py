@@ -124,6 +124,8 @@ class ExternalKV:
     def left(self, request: Request) -> None:
         """The request has ended or gave up its slot. What is on its way for it stays held until it is reported."""
         self._forget(request)
+        if request.error is not None:
+            self._saves.forget(request)
         load = self._loads.pop(request, None)
         if load is not None:
             load.request = None
@@ -180,8 +182,15 @@ class ExternalKV:
         return outcome
 
     def failed(self) -> None:
-        """A step failed: nothing that has not come back is saved."""
+        """A step failed: nothing that has not come back is saved, and nobody waits for a load that would go with blocks which
+        that step was to compute. What comes of it is found in the prefix cache."""
         self._saves.failed()
+        for request, load in list(self._loads.items()):
+            if request.slot < 0:
+                del self._loads[request]
+                load.request = None
+                if load.state is not JobState.SENT:
+                    free_blocks(load, self._kv.pools)
 
     def commit_version(self, version: int) -> None:
         """Other weights than those of the files, which the namespace names: nothing is loaded or saved any more."""

@@ -79,6 +79,14 @@ class Saves:
         self._drop(self._unconfirmed)
         self._unconfirmed = []
 
+    def forget(self, request: Request) -> None:
+        """The request failed: what it computed is not to be trusted."""
+        name = name_of(request)
+        for items in (self._unconfirmed, self._confirmed):
+            self._drop([item for item in items if item.request_id == name])
+        self._unconfirmed = [item for item in self._unconfirmed if item.request_id != name]
+        self._confirmed = [item for item in self._confirmed if item.request_id != name]
+
     def drop(self) -> None:
         """Save nothing of what was not handed over."""
         self.failed()

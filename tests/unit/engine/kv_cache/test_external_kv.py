@@ -255,3 +255,37 @@ def test_reports_of_transfers_that_nobody_ordered_are_counted() -> None:
     driver.apply()
     assert driver.external.stats.unknown_reports >= 2
     assert_right(driver)
+
+
+def test_a_load_does_not_build_on_blocks_of_a_step_that_failed() -> None:
+    """The first block is computed by a step in flight, the others are loaded behind it; then that step fails."""
+    driver = stored()
+    driver.worker.release = lambda transfer: len(driver.worker.plans) > 4
+    computing = driver.add(PROMPT[:20], 4)
+    driver.connector.script = lambda request_id, asked: ExternalMatch("miss") if request_id == "0" else None
+    driver.worker.fail_at = _fail
+    driver.schedule()
+    driver.worker.fail_at = lambda plan: None
+    loading = driver.add(PROMPT, 4)
+    driver.schedule()
+    assert driver.external._loads[loading].hit.tables[0][0] == computing.blocks.tables[0][0]
+    driver.apply()
+    assert computing.finish_reason == "error"
+    driver.connector.script = lambda request_id, asked: None
+    assert_right(driver)
+    assert output(loading) == expected_tokens(loading, driver.next_token)
+
+
+def test_nothing_of_a_request_whose_row_failed_is_saved_or_found() -> None:
+    driver = ExternalDriver()
+    driver.worker.row_error = lambda ids: "logits hold NaN" if len(ids) == 60 else None
+    request = driver.add(PROMPT, 4)
+    driver.schedule()
+    assert driver.kv.pools[0].ref_count(request.blocks.tables[0][0]) == 2
+    driver.apply()
+    assert request.finish_reason == "error" and driver.kv.pools[0].num_in_use == 0
+    assert [driver.kv.pools[0].find(block_hash) for block_hash in driver.kv.hashes(request, 3)] == [None] * 3
+    driver.worker.row_error = lambda ids: None
+    driver.run()
+    assert driver.worker.store == {}
+    driver.assert_nothing_left()
