@@ -52,8 +52,9 @@ class Saves:
         """Blocks first .. end of the request were just made findable."""
         if self.paused:
             return
-        kv = self._kv
-        for index in range(first, end):
+        kv, known = self._kv, request.blocks.num_offered
+        request.blocks.num_offered = max(known, end)
+        for index in range(max(known, first), end):
             block_hash = request.blocks.hashes[index]
             blocks = [
                 KVBlock(block_hash, group, table[index], index)

@@ -34,6 +34,9 @@ class RequestBlocks:
     """Full blocks already findable in the prefix cache."""
     hashes: list[bytes] = field(default_factory=list)
     """Survives preemption: the tokens do not change."""
+    num_offered: int = 0
+    """Full blocks that were offered for saving. Survives preemption: what is computed again is not saved again, or a pool just
+    large enough for one request would never be free of what is being saved of it."""
     is_provisional: bool = False
     """It runs on blocks whose load is not known to have succeeded: nothing of it is made findable."""
 
