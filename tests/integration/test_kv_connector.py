@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from infer import Completion, ConfigError, SamplingParams, UnknownPluginError
+from infer import Completion, ConfigError, Engine, SamplingParams, UnknownPluginError
+from infer.connectors.directory import DirectoryStore
 from infer.engine.blocking import BlockingEngine
 from infer.engine.worker.kv_blocks import TensorKVBlocks
 from infer.models import qwen3_moe
 from infer.plugins import kv_store
 
 from .documented_code import run, told
-from .engine_support import ARCHITECTURES, assert_nothing_held, prompt, serve, write_checkpoint
+from .engine_support import ARCHITECTURES, assert_nothing_held, engine_config, prompt, serve, write_checkpoint
 
 REDIS = Path(__file__).parents[2] / "examples" / "plugins" / "infer-kv-redis"
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=3, ignore_eos=True, logprobs=2)
@@ -161,6 +164,37 @@ def test_routes_of_loaded_blocks_are_complete(tmp_path: Path) -> None:
         rows, right = (one.choices[0].captured["moe_routes"] for one in (done, expected))
         assert rows.error is None and rows.count == right.count == len(PROMPTS[0]) + 3
         assert bytes(rows.data) == bytes(right.data)
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.01, 0.05, 0.2])
+def test_leaving_while_blocks_are_on_their_way_frees_everything(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: float
+) -> None:
+    with serve(llama, kv_connector=files(tmp_path / "kv")) as engine:
+        expected = bits(engine.generate(PROMPTS[0], PARAMS))
+        saved(engine)
+    get = DirectoryStore.get
+
+    def slow(self: DirectoryStore, keys: Sequence[str]) -> list[bytes | None]:
+        time.sleep(0.1)
+        return get(self, keys)
+
+    monkeypatch.setattr(DirectoryStore, "get", slow)
+
+    async def leave() -> None:
+        async with Engine(engine_config(llama, kv_connector=files(tmp_path / "kv"))) as engine:
+            with anyio.move_on_after(moment):
+                await engine.generate(PROMPTS[0], PARAMS)
+            other = await engine.generate(PROMPTS[2], PARAMS)  # the engine goes on beside what is left of the first
+            assert len(other.token_ids) == PARAMS.max_tokens
+            with anyio.move_on_after(moment):
+                await engine.generate([*PROMPTS[0], 7], PARAMS)
+
+    anyio.run(leave)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("infer-")] == []
+    monkeypatch.undo()
+    with serve(llama, kv_connector=files(tmp_path / "kv")) as engine:
+        assert bits(engine.generate(PROMPTS[0], PARAMS)) == expected
 
 
 @pytest.mark.parametrize(
