@@ -50,6 +50,10 @@ static inline vf load_some(const T* p, int count) {
 
 // Round to nearest even; a NaN stays a NaN.
 static inline vh round_bf16(vf x) {
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+    constexpr int DENORMAL = 0x20;  // which the instruction takes for zero
+    if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)x, DENORMAL) == 0, 1)) return (vh)_mm512_cvtneps_pbh((__m512)x);
+#endif
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     vu nan = (bits >> 16) | 0x40u;
@@ -125,12 +129,18 @@ static inline bool any(vi v) {
 // exp to about 1 ulp of fp32: 2^n * p(r), r = x - n ln 2 in two parts (Cody and Waite), p the degree-6 minimax of Cephes.
 static inline vf vexp(vf x) {
     vf low = splat(-87.3f), high = splat(88.37f);
+#if defined(__AVX512F__)
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
+    x = (vf)_mm512_min_ps((__m512)high, _mm512_max_ps((__m512)low, (__m512)x));  // of a NaN in the second place: the NaN
+    vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     vi tiny = x < low;
     x = x < low ? low : x;
     x = x > high ? high : x;
     vf shifted = x * 1.44269504088896341f;
     vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     vf n = (shifted + magic) - magic;
+#endif
     vf r = x - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;
     vf p = splat(1.9875691500e-4f);
@@ -140,9 +150,13 @@ static inline vf vexp(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    return (vf)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+#else
     vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
     vf result = p * (vf)exponent;
     return tiny ? splat(0.0f) : result;
+#endif
 }
 
 static inline vf vsigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
