@@ -25,7 +25,7 @@ help:
 	@echo "make test-heavy  wheel, soak and large fuzz tests (under 45 minutes)"
 	@echo "make status      rebuild docs/status.md from the results of the two above"
 	@echo "make bench       measure speed on this machine"
-	@echo "make docs        rebuild what docs/ takes from the source: configuration, api, command line, fields, the table of schemas"
+	@echo "make docs        rebuild what docs/ takes from the source: configuration, api, command line, plugin examples, fields, the table of schemas"
 	@echo "make clean       remove .venv, results and caches"
 
 demo: $(STAMP)
@@ -60,6 +60,7 @@ docs: $(STAMP)
 	$(BIN)/python tools/config_reference.py
 	$(BIN)/python tools/public_api.py
 	$(BIN)/python tools/cli_reference.py
+	$(BIN)/python tools/plugin_pages.py
 	$(BIN)/python tools/field_reference.py
 	$(BIN)/python tools/schema_table.py
 

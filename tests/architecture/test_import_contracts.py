@@ -26,6 +26,8 @@ PLANTED = {
     "Kinds of leaves do not know each other": ("sources/local.py", "import infer.tokenizers.fast"),
     "A leaf knows no other leaf of its kind": ("quantization/unquantized.py", "import infer.quantization.gguf"),
     "A leaf knows contracts, not the engine": ("quantization/gguf.py", "import infer.engine.step"),
+    "Nobody imports a template": ("api/app.py", "import infer.templates.endpoint"),
+    "A template knows what a plugin may know": ("templates/parser.py", "import infer.text.stop"),
     "Nobody imports an artifact field": ("artifacts/codec.py", "import infer.artifacts.fields.moe_routes"),
     "An artifact field knows contracts, no tensors": (
         "artifacts/fields/hidden_states.py",

@@ -15,8 +15,15 @@ from infer.config.env import read_environment
 from infer.config.files import load_config
 from integration.documented_code import PAGES, ROOT, Block, blocks, documented_server, run, told
 
-PYTHON = blocks("python")
-SHELL = [(block, line) for block in blocks("sh") for line in block.text.splitlines() if line.strip()]
+PACKAGES = ROOT / "docs" / "plugins"
+"""Pages that show a whole package: plugin_package/test_templates.py installs each and runs its kit."""
+PYTHON = [block for block in blocks("python") if block.page.parent != PACKAGES]
+SHELL = [
+    (block, line)
+    for block in blocks("sh")
+    for line in block.text.splitlines()
+    if line.strip() and block.page.parent != PACKAGES
+]
 SERVED = "http://127.0.0.1:8000"
 
 

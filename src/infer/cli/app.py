@@ -17,7 +17,7 @@ from infer.cli.bench import build_bench
 from infer.cli.chat import chat
 from infer.cli.complete import complete
 from infer.cli.kernels import build_kernels
-from infer.cli.plugins import plugins
+from infer.cli.plugins import build_plugins
 from infer.cli.pull import pull
 from infer.cli.run import run
 from infer.cli.serve import serve
@@ -54,10 +54,11 @@ def build_app() -> typer.Typer:
         name="infer", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None
     )
     app.callback()(_root)
-    for command in (run, complete, chat, serve, batch, pull, verify, plugins):
+    for command in (run, complete, chat, serve, batch, pull, verify):
         app.command(command.__name__)(command)
     app.add_typer(build_bench())
     app.add_typer(build_artifact())
+    app.add_typer(build_plugins())
     app.add_typer(build_kernels())
     app.add_typer(build_steplog())
     return app

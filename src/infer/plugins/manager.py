@@ -59,9 +59,9 @@ class _Scanner:
 
     def __init__(self, section: PluginsSection) -> None:
         self._section = section
-        self._allow = None if section.allow is None else {_normal(name) for name in section.allow}
-        self._block = {_normal(name) for name in section.block}
-        self._prefer = {key: _normal(name) for key, name in section.prefer.items()}
+        self._allow = None if section.allow is None else {normal(name) for name in section.allow}
+        self._block = {normal(name) for name in section.block}
+        self._prefer = {key: normal(name) for key, name in section.prefer.items()}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._origins: dict[str, Origin] = {}
@@ -74,7 +74,7 @@ class _Scanner:
             importlib.metadata.entry_points(group=ENTRY_POINT_GROUP),
             key=lambda point: (_origin(point).distribution, point.name),
         )
-        self._check_named({_normal(_origin(point).distribution) for point in found})
+        self._check_named({normal(_origin(point).distribution) for point in found})
         for point in found:
             origin = _origin(point)
             reason = self._excluded(origin)
@@ -186,9 +186,9 @@ class _Scanner:
             rivals = [(spec, origin) for spec, origin in found if spec.name == name]
             preferred = self._prefer.get(f"{kind}:{name}")
             if preferred is not None:
-                winners = [(spec, origin) for spec, origin in rivals if _normal(origin.distribution) == preferred]
+                winners = [(spec, origin) for spec, origin in rivals if normal(origin.distribution) == preferred]
                 for spec, origin in rivals:
-                    if _normal(origin.distribution) != preferred:
+                    if normal(origin.distribution) != preferred:
                         reason = f"plugins.prefer chooses {preferred}"
                         entries.append(_entry(kind, name, origin, "available", reason, spec.api))
                 rivals = winners
@@ -236,14 +236,14 @@ class _Scanner:
                     )
 
     def _excluded(self, origin: Origin) -> str:
-        name = _normal(origin.distribution)
+        name = normal(origin.distribution)
         if name in self._block:
             return "named in plugins.block"
         return "not named in plugins.allow" if self._allow is not None and name not in self._allow else ""
 
     def is_named(self, origin: Origin) -> bool:
         """Whether the config asks for this distribution."""
-        distribution = _normal(origin.distribution)
+        distribution = normal(origin.distribution)
         return distribution in self._prefer.values() or (self._allow is not None and distribution in self._allow)
 
     def _report(
@@ -257,6 +257,15 @@ class _Scanner:
         logger.warning("plugin left out: %s", error)
 
 
+def installed(*, only_plugins: bool = False) -> set[str]:
+    """Names of installed distributions, as `normal` writes them; with `only_plugins` those with an entry point of ours."""
+    if only_plugins:
+        return {
+            normal(_origin(point).distribution) for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        }
+    return {normal(dist.name) for dist in importlib.metadata.distributions() if dist.name}
+
+
 def _origin(point: importlib.metadata.EntryPoint) -> Origin:
     dist = point.dist
     return (
@@ -264,7 +273,8 @@ def _origin(point: importlib.metadata.EntryPoint) -> Origin:
     )
 
 
-def _normal(distribution: str) -> str:
+def normal(distribution: str) -> str:
+    """A distribution's name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 

@@ -98,8 +98,8 @@ def test_plugins(infer: Any) -> None:
 def test_quotes_are_advised_only_where_a_text_is_taken(infer: Any) -> None:
     done = infer("run", "model", "two", "words")
     assert done.code == 2 and "in quotes" in done.err
-    done = infer("plugins", "list")
-    assert done.code == 2 and "(list); see" in done.err and "quotes" not in done.err
+    done = infer("verify", "artifact", "second")
+    assert done.code == 2 and "(second); see" in done.err and "quotes" not in done.err
 
 
 def test_plugins_of_an_unknown_distribution(infer: Any) -> None:
