@@ -40,6 +40,22 @@ def answering(config: EngineConfig) -> Engine:
     return fake_engine(scripted(ANSWER), config, latency=0.01)
 
 
+TEMPLATE = (
+    "{# <tool_call> <think> #}{{ tools | tojson if tools else '' }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+)
+THOUGHT = "They ask <b>me</b>."
+REASONED = (
+    f"<think>\n{THOUGHT}\n</think>\n\nSnow."
+    '<tool_call>\n{"name": "look_up", "arguments": {"city": "Oslo"}}\n</tool_call>'
+)
+TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
+
+
+def reasoning(config: EngineConfig) -> Engine:
+    return fake_engine(scripted(REASONED), config, latency=0.005)
+
+
 def endless(config: EngineConfig) -> Engine:
     return fake_engine(lambda ids, sampling: ord("abc "[len(ids) % 4]), config, latency=0.02)
 
@@ -186,6 +202,47 @@ def test_hovering_shows_how_likely_a_token_was(server: LiveServer, open_page: Op
     page.locator("#shade").check()
     colour = page.locator(".tok").first.evaluate("element => getComputedStyle(element).backgroundColor")
     assert colour not in ("rgba(0, 0, 0, 0)", "transparent")
+
+
+@pytest.mark.parametrize("width", [360, 1100])
+def test_thoughts_are_folded_and_calls_shown(open_page: Open, width: int) -> None:
+    with live_server(reasoning, model={"chat_template": TEMPLATE}, cache={"num_blocks": 500}) as server:
+        page = open_page(server.url, width=width)
+        sent: list[dict[str, Any]] = []
+        page.on("request", lambda r: sent.append(r.post_data_json) if "/chat/" in r.url else None)
+        page.locator("#gear").click()
+        page.locator("#tools").fill("[{")
+        page.locator("#gear").click()
+        ask(page, "Weather?")
+        expect(page.get_by_role("alert")).to_contain_text("Tools")
+        assert sent == [], "what is no JSON is not sent"
+        page.locator("#gear").click()
+        page.locator("#tools").fill(TOOLS)
+        page.locator("#gear").click()
+        page.get_by_role("button", name="Again").click()
+        expect(page.locator(".calls")).to_have_text('Calls look_up {"city": "Oslo"}')
+        expect(page.locator("#go")).to_have_text("Send")
+        assert page.locator(".answer").text_content() == "Snow."
+        assert page.locator(".answer .tok").last.text_content() == ".", (
+            "no token of a thought or a call stands in the answer"
+        )
+        page.locator(".answer .tok").last.hover()
+        expect(page.locator("#tip .chosen code, #tip .row code").first).to_have_text(".")
+        thought = page.locator(".thought div")
+        expect(thought).to_be_hidden()
+        page.locator(".thought summary").click()
+        expect(thought).to_be_visible()
+        assert (thought.text_content() or "").rstrip() == THOUGHT, "shown as text, never as markup"
+        soft, plain = (
+            page.locator(e).evaluate("(e) => getComputedStyle(e).color") for e in (".thought div", ".answer")
+        )
+        assert soft != plain
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        shot(page, f"thought_{width}")
+        asked(page, "And now?")
+        assert [m["role"] for m in sent[-1]["messages"]] == ["user", "assistant", "user"]
+        assert sent[-1]["messages"][1]["content"].strip() == "Snow.", "what was thought is not said again"
+        assert page.complaints == []  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("width", [360, 768])
