@@ -40,7 +40,8 @@ class RedisStore:
             return [bool(count) for count in pipe.execute()]
 
     def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        return list(self._client.mget([_name(key) for key in keys]))
+        values: list[Any] = self._client.mget([_name(key) for key in keys])  # bytes: nothing is decoded
+        return values
 
     def put(self, values: Mapping[str, bytes]) -> None:
         with self._client.pipeline(transaction=False) as pipe:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -79,5 +80,5 @@ class RedisServer:
 
     def damage(self) -> None:
         for number, key in enumerate(sorted(self.client.keys())):
-            value: bytes = self.client.get(key)
+            value: Any = self.client.get(key)
             self.client.set(key, value[:-1] if number % 2 else value[:-3] + bytes([value[-3] ^ 8]) + value[-2:])
