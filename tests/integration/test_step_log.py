@@ -47,6 +47,27 @@ async def test_an_engine_that_logs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [choice[1] for choice in added["choices"]] == ["r3", "r3"]
 
 
+@pytest.mark.row("X-EXPLAIN", "in scripted scenarios the first differing token index and cause are exactly right")
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_log_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str], told: bool) -> None:
+    """What the engine would have said; the token itself only where the log has token ids."""
+    path = tmp_path / "steps.log"
+    async with fake_engine(
+        scripted("yes"), EngineConfig(step_log={"path": str(path), "token_ids": told}, cache={"num_blocks": 40})
+    ) as engine:
+        for name, tail in (("a", "one"), ("b", "two")):
+            await engine.generate("x" * 32 + tail * 9, SamplingParams(max_tokens=4), request_id=name)
+        live = str(engine.explain("b"))
+    assert main(["steplog", "explain", str(path), "b"]) == 0
+    said = capsys.readouterr().out
+    if told:
+        assert said.splitlines()[1:] == live.splitlines()[1:]
+    else:
+        assert "32 of 59 tokens from the prefix cache: what is cached goes on otherwise\n" in said
+    assert main(["steplog", "explain", str(path), "nobody"]) == 1
+    assert "holds no request 'nobody'" in capsys.readouterr().err
+
+
 async def test_a_small_log_of_a_busy_engine_goes_on_in_a_second_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +81,24 @@ async def test_a_small_log_of_a_busy_engine_goes_on_in_a_second_file(
     for name in ("steps.log.1", "steps.log"):
         assert main(["steplog", "replay", str(tmp_path / name)]) == 0
     assert capsys.readouterr().out.count("every decision came out the same\n") == 2
+
+
+async def test_state_that_cannot_be_written_ends_the_log_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "steps.log"
+    config = EngineConfig(
+        step_log={"path": str(path), "max_bytes": 2**16}, scheduler={"scheduler_class": "schedulers:KeepsMore"}
+    )
+    async with fake_engine(scripted("an answer"), config) as engine:
+        for index in range(2000):
+            await engine.generate(f"{index:06} is a number {index * 7919 % 10007:06}", SamplingParams(max_tokens=4))
+            if "stops here" in caplog.text:
+                break
+        done = await engine.generate("and on", SamplingParams(max_tokens=4))
+    assert done.finish_reason == "length"
+    assert "the step log cannot write the state of a scheduler that holds a object" in caplog.text
+    assert not path.with_name("steps.log.1").exists()
 
 
 async def test_a_wrong_path_is_told_before_the_model_is_read(tmp_path: Path) -> None:

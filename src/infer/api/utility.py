@@ -84,6 +84,7 @@ def routes(context: ApiContext) -> list[ApiRoute]:
         ApiRoute(method="POST", path="/detokenize", handler=detokenize, summary="Ids to text", body=DETOKENIZE),
         ApiRoute(method="GET", path="/version", handler=version, always=True, monitoring=True, summary="Version"),
         ApiRoute(method="GET", path="/server_info", handler=server_info, admin=True, summary="Settings, no secrets"),
+        ApiRoute(method="GET", path="/explain", handler=explain, admin=True, summary="Why a request waited"),
         ApiRoute(
             method="POST",
             path="/reset_prefix_cache",
@@ -181,6 +182,14 @@ async def server_info(call: Call) -> Response:
 def public_config(config: EngineConfig) -> dict[str, Any]:
     """`EngineConfig(**public_config(config))` is the same configuration without its secrets."""
     return config.model_dump(mode="json", exclude=SECRETS)
+
+
+async def explain(call: Call) -> Response:
+    request_id = call.query.get("request_id")
+    if request_id is None:
+        raise InvalidRequestError("name the request: /explain?request_id=ID", parameter="request_id")
+    explanation = call.context.engine.explain(request_id)
+    return call.json({**msgspec.to_builtins(explanation), "text": str(explanation)})
 
 
 async def reset_prefix_cache(call: Call) -> Response:

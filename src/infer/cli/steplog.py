@@ -1,4 +1,4 @@
-"""`infer steplog replay|show FILE`: make the scheduling decisions of a step log again, or read them."""
+"""`infer steplog replay|show|explain FILE`: make the scheduling decisions of a step log again, read or explain them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from infer.errors import ConfigError, StepLogError
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A step log, or the one before it (FILE.1).")]
 
+SchedulerClass = Annotated[
+    str | None,
+    typer.Option(
+        "--scheduler", metavar="MODULE:CLASS", help="Scheduler to replay with, where the log names one of your own."
+    ),
+]
+
 
 def build_steplog() -> typer.Typer:
     app = typer.Typer(name="steplog", no_args_is_help=True, help="Replay and read step logs.")
-    for command in (replay, show):
+    for command in (replay, show, explain):
         app.command(command.__name__)(command)
     return app
 
@@ -25,24 +32,13 @@ def build_steplog() -> typer.Typer:
 def replay(
     ctx: typer.Context,
     file: File,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:CLASS", help="Scheduler to replay with, where the log names one of your own."),
-    ] = None,
+    scheduler: SchedulerClass = None,
 ) -> None:
     """Make every decision again, without a model; exit code 1 where one comes out differently."""
     session: Session = ctx.obj
-    from infer.engine.startup import scheduler_class  # noqa: PLC0415
-    from infer.engine.step_log.replay import read_records  # noqa: PLC0415  only this command needs the scheduler
-    from infer.engine.step_log.replay import replay as run  # noqa: PLC0415
+    from infer.engine.step_log.replay import replay as run  # noqa: PLC0415  only these commands need the scheduler
 
-    header: Any = next(read_records(file))
-    named = header.scheduler.scheduler_class
-    if named is not None and scheduler is None:
-        raise ConfigError(
-            f"the scheduler of {file} was {named!r}, which is not part of infer: give --scheduler {named} if you trust it"
-        )
-    report = run(file, scheduler_class(scheduler))
+    report = run(file, _scheduler(file, scheduler))
     for difference in report.differences:
         raise StepLogError(f"{file}: behind {report.steps - 1} equal steps, at {difference}")
     lost = " (records in front of this file are lost)" if report.lost else ""
@@ -61,6 +57,42 @@ def show(
     session: Session = ctx.obj
     for record in _of(request, file):
         session.write(json.dumps(msgspec.to_builtins(record, builtin_types=(bytes,)), default=_hex) + "\n")
+
+
+def explain(
+    ctx: typer.Context,
+    file: File,
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Id of a request.")],
+    scheduler: SchedulerClass = None,
+) -> None:
+    """Say why a request waited, was preempted, or where its prompt left what was cached, as of its end or the log's."""
+    session: Session = ctx.obj
+    from infer.engine.explanation import explain as explained  # noqa: PLC0415
+    from infer.engine.step_log.replay import replayed  # noqa: PLC0415
+
+    said = None
+    for run in replayed(file, _scheduler(file, scheduler)):
+        if run.scheduler.histories.of(request):
+            said = explained(run.scheduler, request)
+            if all(choice.status == "finished" for choice in said.choices):
+                break
+    if said is None:
+        raise StepLogError(f"{file} holds no request {request!r}")
+    session.write(f"{said}\n")
+
+
+def _scheduler(file: str, named: str | None) -> Any:
+    """The class to replay with. Code is not imported because a file says so."""
+    from infer.engine.startup import scheduler_class  # noqa: PLC0415
+    from infer.engine.step_log.replay import read_records  # noqa: PLC0415
+
+    header: Any = next(read_records(file))
+    own = header.scheduler.scheduler_class
+    if own is not None and named is None:
+        raise ConfigError(
+            f"the scheduler of {file} was {own!r}, which is not part of infer: give --scheduler {own} if you trust it"
+        )
+    return scheduler_class(named)
 
 
 def _of(request_id: str | None, file: str) -> Iterator[Any]:

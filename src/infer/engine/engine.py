@@ -31,6 +31,7 @@ from infer.engine.admission import (
 from infer.engine.beam import BeamSearches, refuse_beam
 from infer.engine.blocking import BlockingEngine
 from infer.engine.delivery import Deliveries, check_artifact, private_outputs
+from infer.engine.explanation import Explanation, explain
 from infer.engine.home import Home
 from infer.engine.many import at_most
 from infer.engine.metrics import EngineMetrics
@@ -305,20 +306,17 @@ class Engine:
             parts.mailbox.post_end(request, "abort")
         return bool(requests)
 
+    def explain(self, request_id: str) -> Explanation:
+        """Why a request waited or was preempted, and where its prompt left what was cached; also for a while after its end.
+        Raises `InvalidRequestError` when nothing is known of it."""
+        return explain(self._open_parts().scheduler, request_id)
+
     async def reset_prefix_cache(self, *, restart_running: bool = False) -> bool:
         """Forget all cached KV blocks; False (and nothing changed) while requests hold some, unless they start over."""
         parts = self._serving_parts()
-        done = anyio.Event()
-        answer: list[bool] = []
-
-        def call() -> None:
-            answer.append(parts.scheduler.reset_prefix_cache(restart_running=restart_running))
-            done.set()
-
-        parts.mailbox.post_call(call)
-        await done.wait()
+        reset = await parts.mailbox.ask(lambda: parts.scheduler.reset_prefix_cache(restart_running=restart_running))
         self._serving_parts()
-        return answer[0]
+        return reset
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,14 @@ Same event loop on both sides, so plain lists do; the loop drains them before it
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import anyio
 
 from infer.engine.request import Request
 from infer.types import FinishReason
+
+T = TypeVar("T")
 
 
 class Mailbox:
@@ -35,6 +38,19 @@ class Mailbox:
         """Run `call` in the loop task before the next step is scheduled."""
         self.calls.append(call)
         self.wake()
+
+    async def ask(self, call: Callable[[], T]) -> T:
+        """Run `call` like `post_call`, and wait for what it returns."""
+        answered = anyio.Event()
+        answer: list[T] = []
+
+        def answering() -> None:
+            answer.append(call())
+            answered.set()
+
+        self.post_call(answering)
+        await answered.wait()
+        return answer[0]
 
     def wake(self) -> None:
         if self._wake is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from infer.engine.history import History
 from infer.engine.kv_cache.manager import RequestBlocks
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Request:
         "finish_reason",
         "first_scheduled_at",
         "first_token_at",
+        "history",
         "last_token_at",
         "max_tokens",
         "num_cached_tokens",
@@ -140,6 +142,8 @@ class Request:
         self.versions: list[tuple[int, int]] = []
         """(output token, weight version): under which version it and those behind it were sampled."""
         self.blocks = RequestBlocks()
+        self.history = History(choice_index)
+        """What happened to it and why."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from infer.config.resolve import CacheGroup, ResolvedCache
 from infer.engine.kv_cache.block_pool import BlockPool
+from infer.engine.kv_cache.lineage import Lineage, PrefixEnd
 from infer.engine.kv_cache.prefix import extend_chain, first_block_extra, root_hash
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class KVCacheManager:
         # A sliding pool is sized for what its requests hold at most; a reserve could keep even the only one out for ever.
         self.watermarks = [0 if group.window else int(cache.watermark * group.num_blocks) for group in cache.groups]
         self.stats = PrefixStats()
+        self.lineage = Lineage()
         self.on_registered: Callable[[Request, int, int], None] | None = None
         """Told of blocks first .. end of a request when they were made findable because it computes them."""
         self._root = root_hash(model_identity, cache.dtype)
@@ -122,11 +124,9 @@ class KVCacheManager:
 
         `reserve_tokens` asks full-attention groups for more; a sliding group never holds a whole prompt at once.
         """
-        totals = [max(num_tokens, reserve_tokens) if group.window is None else num_tokens for group in self.groups]
-        needed = [self._blocks_for(total) - len(table) for total, table in zip(totals, hit.tables, strict=True)]
-        for pool, mark, table, count in zip(self.pools, self.watermarks, hit.tables, needed, strict=True):
-            if count + pool.num_idle(table) > pool.num_free - mark:
-                return False
+        needed = self._needed(hit, num_tokens, reserve_tokens)
+        if self._shortage(hit, needed) is not None:
+            return False
         blocks = request.blocks
         blocks.tables = []
         for pool, table, count in zip(self.pools, hit.tables, needed, strict=True):
@@ -139,6 +139,10 @@ class KVCacheManager:
             self.stats.queried += len(request.token_ids)
             self.stats.hit += hit.num_tokens
         return True
+
+    def shortage(self, hit: PrefixHit, num_tokens: int, *, reserve_tokens: int = 0) -> tuple[int, int] | None:
+        """What `admit` would lack: (blocks needed, blocks to be had) of the first pool that is short."""
+        return self._shortage(hit, self._needed(hit, num_tokens, reserve_tokens))
 
     def fork(self, parent: Request, child: Request) -> list[tuple[int, int, int]] | None:
         """Give `child` the parent's prompt: full blocks are shared, an incomplete last one becomes a copy of its own.
@@ -206,6 +210,10 @@ class KVCacheManager:
             block_ids = table[blocks.num_registered : full]
             pool.register(block_ids, hashes)
             self._registered.append((pool, [block for block in block_ids if block]))
+        for index in range(blocks.num_registered, full):
+            parent = blocks.hashes[index - 1] if index else self._root
+            tokens = request.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            self.lineage.note(parent, blocks.hashes[index], tokens)
         if self.on_registered is not None:
             self.on_registered(request, blocks.num_registered, full)
         blocks.num_registered = full
@@ -238,6 +246,7 @@ class KVCacheManager:
         """Forget all cached contents; refused (False) while any request holds blocks."""
         if any(pool.num_in_use for pool in self.pools):
             return False
+        self.lineage.reset()
         return all(pool.reset() for pool in self.pools)
 
     def window_blocks(self, group: CacheGroup, num_tokens: int) -> int:
@@ -246,11 +255,51 @@ class KVCacheManager:
             return 0
         return max(0, num_tokens - group.window + 1) // self.block_size
 
+    def prefix_end(self, request: Request, num_cached: int, *, cap_reached: bool = False) -> PrefixEnd:
+        """Where the hit of `num_cached` tokens of a request that is being admitted ends, and why. `cap_reached`: the cache
+        had more, but not the captured rows that belong to it."""
+        if not self.prefix_caching:
+            return PrefixEnd(cause="caching off")
+        if not request.reads_prefix_cache:
+            return PrefixEnd(cause="prompt logprobs")
+        hashes, block = self.matchable_hashes(request), num_cached // self.block_size
+        if block == len(hashes):
+            return PrefixEnd(cause="complete")
+        if cap_reached:
+            return PrefixEnd(cause="captured rows missing", token=num_cached)
+        if self.is_cached(hashes[block]):
+            return PrefixEnd(cause="window", token=num_cached)
+        loss = self.lineage.loss(hashes[block])
+        if loss is not None:
+            return PrefixEnd(cause=loss, token=num_cached)
+        parent = hashes[block - 1] if block else self._root
+        near = self.lineage.nearest(parent, request.token_ids[num_cached : num_cached + self.block_size])
+        if near is None:
+            return PrefixEnd(cause="never computed", token=num_cached)
+        agree, cached_id = near
+        if not self.lineage.tokens_known:
+            return PrefixEnd(cause="other token")
+        if cached_id is None:
+            return PrefixEnd(cause="other salt", token=num_cached)
+        return PrefixEnd(cause="other token", token=num_cached + agree, cached_id=cached_id)
+
     def usage(self) -> float:
         """Share of the fullest pool that is in use."""
         return max((pool.num_in_use / pool.num_blocks for pool in self.pools), default=0.0)
 
     # -- parts -------------------------------------------------------------------------------------------------
+
+    def _needed(self, hit: PrefixHit, num_tokens: int, reserve_tokens: int) -> list[int]:
+        """Blocks per group behind a hit."""
+        totals = [max(num_tokens, reserve_tokens) if group.window is None else num_tokens for group in self.groups]
+        return [self._blocks_for(total) - len(table) for total, table in zip(totals, hit.tables, strict=True)]
+
+    def _shortage(self, hit: PrefixHit, needed: list[int]) -> tuple[int, int] | None:
+        for pool, mark, table, count in zip(self.pools, self.watermarks, hit.tables, needed, strict=True):
+            wanted = count + pool.num_idle(table)
+            if wanted > pool.num_free - mark:
+                return wanted, max(0, pool.num_free - mark)
+        return None
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

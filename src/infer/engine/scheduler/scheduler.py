@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from infer.config.capture import ResolvedCapture
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.aux.coordinator import AuxCoordinator
+from infer.engine.history import Admission, Histories, PreemptReason, WaitReason
 from infer.engine.kv_cache.external import ExternalKV
 from infer.engine.kv_cache.external_jobs import Outcome, Verdict
+from infer.engine.kv_cache.lineage import PrefixEnd
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.metrics import EngineMetrics
 from infer.engine.request import Request, Status
@@ -61,6 +63,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.stats = SchedulerStats()
         self.metrics = EngineMetrics()
+        self.histories = Histories()
         self._match = kv.match if self.aux is None else self.aux.match
         self.waiting = WaitingQueue(config.policy, lambda request: self._match(request).num_tokens)
         self._clock = clock
@@ -73,10 +76,15 @@ class Scheduler:
     def num_unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    @property
+    def next_step_id(self) -> int:
+        return self._step_id
+
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a new request. That it can ever fit was checked by the caller."""
+        self.histories.begin((request, *request.siblings), self._step_id)
         self.waiting.push(request)
 
     def finish(
@@ -98,7 +106,7 @@ class Scheduler:
         if restart_running:
             for request in list(self.running):
                 request.discard_in_flight()
-                self._preempt(request)
+                self._preempt(request, "prefix cache reset")
         return self.kv.reset_prefix_cache()
 
     def commit_version(self, version: int) -> None:
@@ -124,6 +132,8 @@ class Scheduler:
                 self.aux.computed(request)
         if not draft.preempted:
             self._schedule_waiting(draft)
+        elif len(self.waiting):
+            self.waiting[0].history.wait("preemption in this step", draft.step_id)
         self._start_siblings(draft)
         idle, external = not draft.requests, self.external
         if idle and external is not None and external.let_go(decline=True):
@@ -172,7 +182,7 @@ class Scheduler:
             loser = victim(self.running, spare_prefilling=self.config.reserve_full_prompt)
             draft.remove(loser)
             draft.preempted = True
-            self._preempt(loser)
+            self._preempt(loser, "no free blocks", request.request_id)
             if loser is request:
                 return False
         draft.new_blocks += [(request, group, blocks) for group, blocks in enumerate(new) if blocks]
@@ -186,9 +196,13 @@ class Scheduler:
         index = 0
         while draft.budget > 0 and index < len(self.waiting) and len(self.running) < config.max_num_active_seqs:
             request = self.waiting.next_up(index)
+            history, step_id = request.history, draft.step_id
             if request.num_pending:
+                history.wait("token in flight", step_id)
                 break  # preempted; its next token is still on the way
             hit = self._match(request) if self.external is None else self.external.match(request, self._match, self.aux)
+            if isinstance(hit, Verdict):
+                history.wait("the KV store", step_id)
             if hit is Verdict.WAIT:
                 index += 1  # it keeps its place; others may pass meanwhile
                 continue
@@ -198,20 +212,28 @@ class Scheduler:
             count = min(remaining, self._chunk_limit(remaining), draft.budget)
             if count < remaining:
                 if not config.chunked_prefill:
+                    history.wait("prompt longer than what is left of the step", step_id, remaining, draft.budget)
                     break
                 if config.max_num_partial_prefills and len(partial) >= config.max_num_partial_prefills:
+                    history.wait("too many partial prefills", step_id)
                     break
                 if config.max_long_partial_prefills and self._is_long(request):
                     if num_long >= config.max_long_partial_prefills:
+                        history.wait("too many long prefills", step_id)
                         index += 1  # shorter prompts behind it may pass
                         continue
                     num_long += 1
             reserve = len(request.token_ids) if config.reserve_full_prompt else 0
             if not self.kv.admit(request, hit, hit.num_tokens + count, reserve_tokens=reserve):
+                short = self.kv.shortage(hit, hit.num_tokens + count, reserve_tokens=reserve)
+                history.wait("no free blocks", step_id, *(short or ()))
                 break
             self.waiting.admit(request)
             if self.external is not None:
                 self.external.admitted(request)
+            capped = self.aux is not None and self.kv.match(request).num_tokens > hit.num_tokens
+            end = self.kv.prefix_end(request, hit.num_tokens, cap_reached=capped)
+            history.admitted(Admission(step_id, len(request.token_ids), hit.num_tokens, end))
             self._start(request, hit.num_tokens, draft)
             draft.add(request, count)
             self.kv.computed(request)
@@ -219,6 +241,10 @@ class Scheduler:
                 self.aux.computed(request)
             if count < remaining:
                 partial.append(request)
+        else:
+            if index < len(self.waiting):
+                reason: WaitReason = "token budget" if draft.budget <= 0 else "no free slot"
+                self.waiting[index].history.wait(reason, draft.step_id)
 
     def _start_siblings(self, draft: StepDraft) -> None:
         """Choices whose prompt this step completes: they share its blocks and logits if there is room, else they queue."""
@@ -235,6 +261,8 @@ class Scheduler:
                     self.waiting.push(sibling)
                     continue
                 self._start(sibling, request.prompt_len, draft, parent=request)
+                shared = PrefixEnd(cause="shared prompt")
+                sibling.history.admitted(Admission(draft.step_id, request.prompt_len, request.prompt_len, shared))
                 draft.fork(request, sibling, copies)
 
     def _start(self, request: Request, num_cached: int, draft: StepDraft, parent: Request | None = None) -> None:
@@ -267,11 +295,13 @@ class Scheduler:
             error = KVLoadError(f"request {request.request_id!r}: its KV blocks could not be loaded: {reason}")
             self.finish(request, "error", error=error)
         for request in outcome.restart:
+            request.history.preempted("blocks not loaded", self._step_id, None)
             self._requeue(request)
             if self.external is not None:
                 self.external.decline(request)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, reason: PreemptReason = "no free blocks", by: str | None = None) -> None:
+        request.history.preempted(reason, self._step_id, by)
         self._requeue(request)
         self.stats.preemptions += 1
 
@@ -366,13 +396,14 @@ class Scheduler:
             request.discard_in_flight()
         for request in [r for r in self.running if r.started_step > step.plan.step_id]:
             request.discard_in_flight()
-            self._preempt(request)
+            self._preempt(request, "failed step")
 
     def _retire(self, ended: list[Request]) -> None:
         """Free what ended requests hold. A request that failed leaves nothing in the prefix cache."""
         now = self._clock()
         for request in ended:
             self.metrics.ended(request, now)
+            self.histories.end(request, self._step_id)
             for sibling in request.siblings:  # it ended before it computed the prompt for them
                 if sibling.status is not Status.FINISHED:
                     self.waiting.push(sibling)

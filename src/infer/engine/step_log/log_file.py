@@ -85,6 +85,12 @@ class LogFile:
         if self._thread.is_alive():
             logger.warning("the step log %s was left unfinished: the disk does not answer", self._path)
 
+    def give_up(self, reason: str) -> None:
+        """Nothing is written any more."""
+        if self.failure is None:
+            self.failure = reason
+            logger.warning("the step log %s stops here, the engine goes on: %s", self._path, reason)
+
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _put(self, record: bytes) -> None:
@@ -120,8 +126,7 @@ class LogFile:
             while self._write_some():
                 pass
         except OSError as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            logger.warning("the step log %s stops here, the engine goes on: %s", self._path, error)
+            self.give_up(str(error))
         finally:
             self._file.close()
 

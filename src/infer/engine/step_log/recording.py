@@ -24,6 +24,7 @@ from infer.engine.scheduler.scheduler import Scheduler
 from infer.engine.step import AuxPlan, StepResult
 from infer.engine.step_log import records, snapshot
 from infer.engine.step_log.log_file import LogFile
+from infer.errors import EngineError
 from infer.types import FinishReason
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -46,9 +47,9 @@ class WatchedScheduler(Scheduler):
         self.preempted: list[Request] = []
         self.retired: list[Request] = []
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *why: Any) -> None:
         self.preempted.append(request)
-        super()._preempt(request)
+        super()._preempt(request, *why)
 
     def _retire(self, ended: list[Request]) -> None:
         self.retired += ended
@@ -149,10 +150,14 @@ class StepLog:
     def go_on(self, scheduler: Scheduler) -> None:
         """Begin the next file when this one has its size, or lost something: with the state as it is now."""
         lost = self.file.has_lost
-        if not (self.file.is_full or lost):
+        if not (self.file.is_full or lost) or self.file.failure is not None:
             return
         header = msgspec.structs.replace(self._header, created=time.time(), continues=True, lost=lost)
-        state = snapshot.take(scheduler, self.keys, self._digest)
+        try:
+            state = snapshot.take(scheduler, self.keys, self._digest)
+        except EngineError as error:  # a scheduler of the user's keeps something else
+            self.file.give_up(str(error))
+            return
         self.file.begin([_encode(header), _encode(records.Snapshot(state))])
 
     # -- what came -----------------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import zstandard
 
 from infer.engine.aux.rows import RequestRows
+from infer.engine.history import History
 from infer.engine.kv_cache.manager import KVCacheManager
 from infer.engine.request import Request
 from infer.engine.scheduler.budget import ScheduledStep
@@ -123,6 +125,7 @@ class Replay:
         self.report = ReplayReport(lost=header.lost)
         self.header = header
         self.kv = KVCacheManager(header.cache, "replay", record_events=True)
+        self.kv.lineage.tokens_known = header.token_ids
         self.scheduler = watched(scheduler_class)(header.scheduler, self.kv, capture=header.capture, clock=lambda: 0.0)
         self.requests: dict[int, Request] = {}
         """By their names in the log; those that ended stay."""
@@ -251,6 +254,8 @@ class Replay:
         self._in_flight = list(self.scheduler._in_flight)
         for request in self.requests.values():
             _end_as_told(request)
+            request.history = History(request.choice_index)
+            self.scheduler.histories.begin([request], -1)
 
     def _compare(self, step_id: int | None, what: str, recorded: object, replayed: object) -> None:
         if recorded != replayed and not self.report.differences:
@@ -269,15 +274,13 @@ def _end_as_told(request: Request) -> None:
     request.repetition = _Looping()  # type: ignore[assignment]
 
 
-def replay(path: str | Path, scheduler_class: type[Scheduler] = Scheduler) -> ReplayReport:
-    """Make every decision of a file again, up to the first that comes out differently. Raises `StepLogError` for a file that
-    cannot be read, or records that contradict each other."""
+def replayed(path: str | Path, scheduler_class: type[Scheduler] = Scheduler) -> Iterator[Replay]:
+    """The replay of a file, after each record, up to the first decision that comes out differently. Raises `StepLogError` for
+    a file that cannot be read, or records that contradict each other."""
     run: Replay | None = None
     for record in read_records(path):
-        if isinstance(record, records.Header):
-            run = Replay(record, scheduler_class)
-            continue
-        assert run is not None, "read_records begins with a header"  # noqa: S101
+        if run is None or isinstance(record, records.Header):
+            run = Replay(cast(records.Header, record), scheduler_class)
         try:
             run.step(record)
         except Exception as error:  # whatever a record leads to that cannot follow from the ones before it
@@ -285,7 +288,14 @@ def replay(path: str | Path, scheduler_class: type[Scheduler] = Scheduler) -> Re
                 f"{path} contradicts itself at a {type(record).__name__} record behind step {run.report.steps}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        yield run
         if not run.report.matches:
             break
-    assert run is not None  # noqa: S101
-    return run.report
+
+
+def replay(path: str | Path, scheduler_class: type[Scheduler] = Scheduler) -> ReplayReport:
+    """Make every decision of a file again; raises like `replayed`."""
+    report = ReplayReport()
+    for run in replayed(path, scheduler_class):
+        report = run.report
+    return report
