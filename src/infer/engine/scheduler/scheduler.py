@@ -8,12 +8,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from infer.config.capture import ResolvedCapture
 from infer.config.resolve import ResolvedScheduler
 from infer.engine.aux.coordinator import AuxCoordinator
-from infer.engine.history import Admission, Histories, PreemptReason, WaitReason
+from infer.engine.history import Admission, Histories, PreemptReason
 from infer.engine.kv_cache.external import ExternalKV
 from infer.engine.kv_cache.external_jobs import Outcome, Verdict
 from infer.engine.kv_cache.lineage import PrefixEnd
@@ -22,21 +21,11 @@ from infer.engine.metrics import EngineMetrics
 from infer.engine.request import Request, Status
 from infer.engine.scheduler.budget import ScheduledStep, StepDraft
 from infer.engine.scheduler.policy import WaitingQueue, victim
+from infer.engine.scheduler.prefill_limits import PrefillLimits
+from infer.engine.scheduler.stats import SchedulerStats
 from infer.engine.step import SlotAdmission, StepResult
 from infer.errors import KVLoadError, SamplingError, StepError
 from infer.types import FinishReason
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since start."""
-
-    steps: int = 0
-    scheduled_tokens: int = 0
-    draft_tokens: int = 0
-    """Of those, output tokens that took no step of their own."""
-    preemptions: int = 0
-    finished: int = 0
 
 
 class Scheduler:
@@ -159,6 +148,7 @@ class Scheduler:
         return step
 
     def _schedule_running(self, draft: StepDraft) -> None:
+        limits = PrefillLimits(self.config, (), self.num_unfinished)
         for request in list(self.running):
             if draft.budget <= 0:
                 break
@@ -169,7 +159,7 @@ class Scheduler:
                 continue  # its last token is in flight
             num_drafts = 0
             if count > 1:
-                count = min(count, self._chunk_limit(count), draft.budget)
+                count = min(limits.chunk(count), draft.budget)
             elif request.drafts:  # they must not take the budget of those behind it
                 num_drafts = max(0, min(request.num_drafts, draft.budget - len(self.running)))
             target = request.num_computed + count + num_drafts
@@ -189,40 +179,29 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, draft: StepDraft) -> None:
-        config = self.config
-        limited = config.max_num_partial_prefills or config.max_long_partial_prefills
-        partial = [r for r in self.running if r.num_computed < len(r.token_ids)] if limited else []
-        num_long = sum(self._is_long(request) for request in partial)
-        index = 0
+        config, step_id, index = self.config, draft.step_id, 0
+        limits = PrefillLimits(config, self.running, self.num_unfinished)
         while draft.budget > 0 and index < len(self.waiting) and len(self.running) < config.max_num_active_seqs:
             request = self.waiting.next_up(index)
-            history, step_id = request.history, draft.step_id
+            history = request.history
             if request.num_pending:
                 history.wait("token in flight", step_id)
                 break  # preempted; its next token is still on the way
             hit = self._match(request) if self.external is None else self.external.match(request, self._match, self.aux)
             if isinstance(hit, Verdict):
                 history.wait("the KV store", step_id)
-            if hit is Verdict.WAIT:
+                if hit is not Verdict.WAIT:
+                    break
                 index += 1  # it keeps its place; others may pass meanwhile
                 continue
-            if isinstance(hit, Verdict):
-                break
             remaining = len(request.token_ids) - hit.num_tokens
-            count = min(remaining, self._chunk_limit(remaining), draft.budget)
-            if count < remaining:
-                if not config.chunked_prefill:
-                    history.wait("prompt longer than what is left of the step", step_id, remaining, draft.budget)
+            count = min(limits.chunk(remaining), draft.budget)
+            if count < remaining and (reason := limits.refuse(request)) is not None:
+                history.wait(reason, step_id, remaining, draft.budget)
+                if reason != "too many long prefills":
                     break
-                if config.max_num_partial_prefills and len(partial) >= config.max_num_partial_prefills:
-                    history.wait("too many partial prefills", step_id)
-                    break
-                if config.max_long_partial_prefills and self._is_long(request):
-                    if num_long >= config.max_long_partial_prefills:
-                        history.wait("too many long prefills", step_id)
-                        index += 1  # shorter prompts behind it may pass
-                        continue
-                    num_long += 1
+                index += 1  # shorter prompts behind it may pass
+                continue
             reserve = len(request.token_ids) if config.reserve_full_prompt else 0
             if not self.kv.admit(request, hit, hit.num_tokens + count, reserve_tokens=reserve):
                 short = self.kv.shortage(hit, hit.num_tokens + count, reserve_tokens=reserve)
@@ -240,11 +219,10 @@ class Scheduler:
             if self.aux is not None:
                 self.aux.computed(request)
             if count < remaining:
-                partial.append(request)
+                limits.started_partly()
         else:
             if index < len(self.waiting):
-                reason: WaitReason = "token budget" if draft.budget <= 0 else "no free slot"
-                self.waiting[index].history.wait(reason, draft.step_id)
+                self.waiting[index].history.wait("token budget" if draft.budget <= 0 else "no free slot", step_id)
 
     def _start_siblings(self, draft: StepDraft) -> None:
         """Choices whose prompt this step completes: they share its blocks and logits if there is room, else they queue."""
@@ -279,15 +257,6 @@ class Scheduler:
                 block_ids=tuple(list(table) for table in request.blocks.tables),
             )
         )
-
-    def _chunk_limit(self, remaining: int) -> int:
-        """Longest chunk of a prompt in one step: the threshold counts only while others want to run."""
-        threshold = self.config.long_prefill_threshold
-        return threshold if threshold and self.num_unfinished > 1 else remaining
-
-    def _is_long(self, request: Request) -> bool:
-        threshold = self.config.long_prefill_threshold
-        return bool(threshold) and len(request.token_ids) > threshold
 
     def _settle(self, outcome: Outcome) -> None:
         """Requests whose blocks could not be loaded: they end, or start over with what is there."""

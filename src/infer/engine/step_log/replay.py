@@ -25,7 +25,7 @@ from infer.engine.step_log.recording import describe, evicted, watched
 from infer.errors import StepLogError
 
 MAX_RECORD_BYTES = 2**28
-MAX_SIZE = 2**26
+MAX_SIZE = 2**22
 """Of anything that a scheduler is made of."""
 _STOP, _LOOP = -2, -3
 """Token ids that stand for one that ended its sequence."""
