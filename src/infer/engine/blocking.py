@@ -19,6 +19,7 @@ from infer.types import Completion, Delta, Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
+    from infer.engine.explanation import Explanation
     from infer.engine.stream import Stream
 
 T = TypeVar("T")
@@ -148,3 +149,7 @@ class BlockingEngine:
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""
         return self._open_portal().call(self._engine.abort, request_id)
+
+    def explain(self, request_id: str) -> Explanation:
+        """As `Engine.explain`."""
+        return self._open_portal().call(self._engine.explain, request_id)

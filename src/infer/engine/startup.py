@@ -110,7 +110,9 @@ async def start(config: EngineConfig, on_progress: ProgressCallback) -> EnginePa
         connector, timeout = planned.connector, config.kv_connector.timeout
         connect = None if connector is None else connector.worker_half
         await executor.start(lambda: planned.builder.build(resolved, progress, planned.grammars, connect, timeout))
-        return await with_stat_loggers(assemble(planned, executor, config.step_log, log_file, connector), config)
+        return await with_stat_loggers(
+            assemble(planned, executor, log_file, connector, log_token_ids=config.step_log.token_ids), config
+        )
     except BaseException:
         cancelled.set()
         if log_file is not None:
@@ -127,9 +129,10 @@ def open_step_log(section: StepLogSection) -> LogFile | None:
 def assemble(
     planned: Any,
     executor: Executor,
-    step_log: StepLogSection,
-    log_file: LogFile | None,
+    log_file: LogFile | None = None,
     connector: ChosenConnector | None = None,
+    *,
+    log_token_ids: bool = False,
 ) -> EngineParts:
     """The control plane over an executor whose worker is ready."""
     resolved: ResolvedConfig = planned.resolved
@@ -143,7 +146,7 @@ def assemble(
     else:
         scheduler = watched = recorded(made)(resolved.scheduler, kv, capture=resolved.capture)
         watched.log = StepLog(
-            scheduler, log_file, cache=resolved.cache, capture=resolved.capture, token_ids=step_log.token_ids
+            scheduler, log_file, cache=resolved.cache, capture=resolved.capture, token_ids=log_token_ids
         )
     mailbox = Mailbox()
     stats = StatFeed(scheduler)

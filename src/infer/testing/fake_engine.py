@@ -139,7 +139,9 @@ def fake_engine(
             else ChatTemplate(asked.model.chat_template or CHAT_TEMPLATE, {}),
         )
         log_file = open_step_log(asked.step_log)
-        parts = assemble(planned, FakeExecutor(worker, latency=latency), asked.step_log, log_file)
+        parts = assemble(
+            planned, FakeExecutor(worker, latency=latency), log_file, log_token_ids=asked.step_log.token_ids
+        )
         return await with_stat_loggers(parts, asked)
 
     return Engine(config, _start=start)
