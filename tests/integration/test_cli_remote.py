@@ -86,16 +86,24 @@ class Vendor(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
+@contextlib.contextmanager
+def serving_stub(handler: type[Vendor]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
 @pytest.fixture
 def vendor() -> Iterator[str]:
     Vendor.requests.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Vendor)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving_stub(Vendor) as url:
+        yield url
 
 
 @contextlib.contextmanager
@@ -216,6 +224,37 @@ def test_complete_remotely(server: LiveServer, vendor: str) -> None:
         assert finished(child) == 0
     (asked,) = Vendor.requests
     assert (asked["path"], asked["prompt"], asked["max_tokens"]) == ("/v1/completions", "One", 5)
+
+
+class Odd(Vendor):
+    """Speaks the protocol with values of the wrong kinds, then answers."""
+
+    broken = False
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self._event({"model": 5, "usage": [], "choices": "no"})
+        wrong: list[Any] = [7, None, {"delta": "text"}, {"text": 3, "finish_reason": 9}, {"delta": {"content": ["a"]}}]
+        calls: list[Any] = [1, {"index": []}, {"index": 0, "function": "f"}, {"function": {"name": 4, "arguments": {}}}]
+        for choice in [*wrong, {"delta": {"reasoning": 1, "tool_calls": 2}}, {"delta": {"tool_calls": calls}}]:
+            self._event({"choices": [choice]})
+        self._event({"choices": [{"delta": {"content": "Yes."}}]})
+        if self.broken:
+            self.wfile.write(b"data: {broken\n\n")
+        self.close_connection = True
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["odd", "broken"])
+def test_what_a_server_says_wrong_is_left_out_or_an_error(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Odd, "broken", broken)
+    with serving_stub(Odd) as url, terminal("chat", "--url", url) as child:
+        child.expect("> ")
+        child.sendline("well?")
+        child.expect("infer: error: .*JSON" if broken else r"Yes\.\r\n\[first after [^,]*, vendor-large-2\]\r\n")
+        child.expect("> ")
+        child.sendline("/exit")
+        assert finished(child) == 0
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None, session: Session | None = None)
         # typer turns an exit and Ctrl-C into the value of the call; commands return nothing.
         code = build_app()(given, prog_name="infer", obj=session, standalone_mode=False) or 0
         if code == INTERRUPTED:
+            session.end_thought()
             session.err.print("interrupted", style="dim")
         return int(code)
     except Abort:
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None, session: Session | None = None)
 
 
 def _complain(session: Session, text: str, code: int) -> int:
+    session.end_thought()
     if session.debug:
         session.err.print(traceback.format_exc().rstrip(), style="dim")
     session.err.print(f"infer: error: {' '.join(text.split())}", style="red")

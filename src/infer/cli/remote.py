@@ -147,28 +147,40 @@ class RemoteStream:
         return visible("[" + ", ".join(parts) + "]") + calls_shown(self._calls.values())
 
     def _take(self, event: Any) -> None:
-        if not isinstance(event, dict):
-            return
-        if isinstance(event.get("model"), str):
-            self._model = event["model"]
-        if isinstance(event.get("usage"), dict):
-            self._usage = event["usage"]
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            self._finish = choice.get("finish_reason") or self._finish
-            self._take_calls(delta.get("tool_calls") or ())
-            thought = delta.get("reasoning_content") or delta.get("reasoning")
-            text = delta.get("content") or choice.get("text")
+        """Of what another's server says, only what is of the right kind counts."""
+        event = _fields(event)
+        self._model = _text(event.get("model")) or self._model
+        self._usage = _fields(event.get("usage")) or self._usage
+        for choice in map(_fields, _items(event.get("choices"))):
+            delta = _fields(choice.get("delta"))
+            self._finish = _text(choice.get("finish_reason")) or self._finish
+            self._take_calls(_items(delta.get("tool_calls")))
+            thought = _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+            text = _text(delta.get("content")) or _text(choice.get("text"))
             if (thought or text) and not self._first:
                 self._first = time.monotonic() - self._began
-            if isinstance(thought, str) and thought:
+            if thought:
                 self._on_reasoning(thought)
-            if isinstance(text, str) and text:
+            if text:
                 self._pending.append(Delta(0, text, ()))
 
-    def _take_calls(self, calls: Sequence[dict[str, Any]]) -> None:
-        for call in calls:
-            function = call.get("function") or {}
-            told = self._calls.setdefault(call.get("index", 0), ["", ""])
-            told[0] += function.get("name") or ""
-            told[1] += function.get("arguments") or ""
+    def _take_calls(self, calls: Sequence[Any]) -> None:
+        for call in map(_fields, calls):
+            function, index = _fields(call.get("function")), call.get("index", 0)
+            name, arguments = _text(function.get("name")), _text(function.get("arguments"))
+            if isinstance(index, int) and (name or arguments):
+                told = self._calls.setdefault(index, ["", ""])
+                told[0] += name
+                told[1] += arguments
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""

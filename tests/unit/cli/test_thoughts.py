@@ -87,3 +87,12 @@ def test_an_answer_that_only_thinks(run: Run, text: str) -> None:
 def test_marks_stay_where_the_operator_wants_no_reading(run: Run) -> None:
     _, out, err = run("chat", "--structured-output.reasoning-parser", "none", typed="hi\n")
     assert out == ANSWER + "\n" and "They" not in err
+
+
+def test_what_goes_wrong_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    err = io.StringIO()
+    session = Session(stated_environment=read_environment({}), err=Console(file=err, soft_wrap=True))
+    session.think("Hm")
+    assert main(["nonsense"], session) == 2
+    thought, error = err.getvalue().splitlines()
+    assert thought == "Hm" and error.startswith("infer: error: ")
