@@ -24,6 +24,8 @@ class BuggyMatcher:
         self.real, self.bug = real, bug
 
     def accept(self, token_id: int) -> str | None:
+        if self.bug == "takes a token for a byte" and token_id > grammar.NOTHING:
+            token_id = grammar.vocabulary().tokens[token_id][0]
         found: str | None = self.real.accept(token_id)
         return found
 
@@ -58,6 +60,7 @@ GRAMMAR_BUGS = [
     ("forgets an end", {"ends"}),
     ("one spelling", {"mask_is_brute_force", "ends"}),
     ("is never complete", {"ends"}),
+    ("takes a token for a byte", {"long_tokens"}),
     ("shares its state", {"mask_is_brute_force", "ends", "states_are_apart"}),
     ("lets warnings pass", {"refuses_by_name"}),
     ("names nothing", {"refuses_by_name"}),

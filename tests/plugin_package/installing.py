@@ -14,7 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 BROKEN = HERE / "dists"
-HELLO = HERE.parents[1] / "examples" / "plugins" / "hello"
+EXAMPLES = HERE.parents[1] / "examples" / "plugins"
+HELLO = EXAMPLES / "hello"
 
 
 def install(source: Path, site: Path) -> None:

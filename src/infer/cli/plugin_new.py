@@ -25,7 +25,7 @@ USE: dict[Kind, str] = {
     "model": 'A checkpoint whose config.json has `"architectures": ["MyNameForCausalLM"]` is run by it.',
     "quant_method": 'A checkpoint whose quantization_config has `"quant_method": "my-name"` is read by it.',
     "kv_connector": "A configuration has `kv_connector: {name: my-name, options: {path: /var/tmp/kv.sqlite}}`.",
-    "artifact_field": "`--capture.fields my-name` turns it on; requests then ask for it among an artifact's contents.",
+    "artifact_field": "`--capture.fields my-name` turns it on; a v2 artifact's contents may then name `infer-my-name.my-name`.",
     "storage_target": "A storage profile whose URL begins with `my-name:` delivers to it.",
     "parser": "A model whose chat template has `<my-name>` gets it; `--api.tool-parser my-name` gives it to any other.",
     "tokenizer": "A model whose directory has `my-name.json` gets it.",

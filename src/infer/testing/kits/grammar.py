@@ -45,6 +45,7 @@ def checks(spec: GrammarSpec) -> Iterator[Check]:
         _accepts,
         _mask_is_written_whole,
         _mask_is_brute_force,
+        _long_tokens,
         _ends,
         _special_tokens,
         _states_are_apart,
@@ -105,6 +106,22 @@ def _mask_is_brute_force(backend: GrammarBackend, words: Vocabulary, source: Gra
             elif token_id in allowed:
                 again = _walk(grammar, words, data[:end])
                 expect(again is not None and again.accept(token_id) is None, f"{piece!r} is allowed and not accepted")
+
+
+def _long_tokens(backend: GrammarBackend, words: Vocabulary, source: GrammarSource, document: str) -> None:
+    """A token of several bytes leads where its bytes lead one by one."""
+    grammar, data = backend.compile(source), document.encode()
+    for end in range(len(data)):
+        here = _walk(grammar, words, data[:end])
+        for token_id in sorted(_allowed(here, words) - words.special_ids) if here is not None else ():
+            piece = words.tokens[token_id]
+            at_once, bytewise = _walk(grammar, words, data[:end]), _walk(grammar, words, data[:end] + piece)
+            if len(piece) < 2 or at_once is None or bytewise is None:
+                continue
+            refusal = at_once.accept(token_id)
+            expect(refusal is None, f"behind {data[:end]!r} {piece!r} is allowed and not accepted: {refusal}")
+            same = _allowed(at_once, words) == _allowed(bytewise, words) and at_once.can_end == bytewise.can_end
+            expect(same, f"behind {data[:end]!r} {piece!r} as one token leads elsewhere than byte by byte")
 
 
 def _ends(backend: GrammarBackend, words: Vocabulary, source: GrammarSource, document: str) -> None:
