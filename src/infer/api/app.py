@@ -137,7 +137,7 @@ class _ByMethod:
             code="method_not_allowed",
             headers={"allow": allowed},
         )
-        await error_response(error)(scope, receive, send)
+        await next(iter(self._endpoints.values())).refusal(error)(scope, receive, send)
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

@@ -130,6 +130,7 @@ class Endpoint:
     def __init__(self, context: ApiContext, route: ApiRoute) -> None:
         self._context = context
         self._route = route
+        self.refusal = route.refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(self._context, self._route, scope, send)

@@ -82,7 +82,7 @@ def _listed(tools: Any) -> dict[str, Mapping[str, Any]]:
         function = tool.get("function")
         if not isinstance(function, Mapping):
             raise _bad("tools", f"{where}.function is not an object")
-        name, schema = function.get("name"), function.get("parameters")
+        name, schema, told = (function.get(key) for key in ("name", "parameters", "description"))
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise _bad(
                 "tools",
@@ -90,6 +90,8 @@ def _listed(tools: Any) -> dict[str, Mapping[str, Any]]:
             )
         if name in found:
             raise _bad("tools", f"{where}.function.name={shown(name)} is there twice")
+        if not isinstance(told, str | None):
+            raise _bad("tools", f"{where}.function.description={shown(told)} is not text")
         if schema is not None and not isinstance(schema, dict):
             raise _bad("tools", f"{where}.function.parameters is not a JSON schema")
         if not isinstance(function.get("strict"), bool | None):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from infer.errors import GrammarError
+from infer.grammars._endless import endless
 
 MAX_DEPTH = 100
 MAX_PROPERTIES = 6_000
@@ -37,7 +38,8 @@ SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "not",
 def check_schema(schema: Any) -> None:
     """Raises `GrammarError` naming the keyword."""
     num_properties = 0
-    for path, part in subschemas(schema):
+    parts = list(subschemas(schema))
+    for path, part in parts:
         for word, instead in OLD_WORDS.items():
             if part.get(word) not in (None, False):
                 raise GrammarError(
@@ -54,6 +56,10 @@ def check_schema(schema: Any) -> None:
         _check_min_properties(path, part)
     if num_properties > MAX_PROPERTIES:
         raise GrammarError(f"json_schema: it has {num_properties} properties; at most {MAX_PROPERTIES} can be followed")
+    place = endless(schema, parts)
+    if place is not None:
+        where = place.rstrip(".") or "the whole"
+        raise GrammarError(f"json_schema: no value of {where[:200]} ever ends: its references lead back to it")
 
 
 def _check_min_properties(path: str, part: dict[str, Any]) -> None:

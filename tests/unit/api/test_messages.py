@@ -441,6 +441,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "tools[0].type='web_search_20250305'",
     ),
     "no_schema": ({"tools": [{"name": "f"}]}, "tools[0]: input_schema is missing"),
+    "endless_schema": (
+        {"max_tokens": 9, "tools": [{"name": "f", "input_schema": {"$ref": "#"}}], "tool_choice": {"type": "any"}},
+        "no value of the whole ever ends",
+    ),
     "tool_name": ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name='a b'"),
     "twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name='get_weather' is there twice"),
     "deferred": ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0]: defer_loading is not supported"),
@@ -490,10 +494,13 @@ async def test_other_errors_have_anthropic_s_types() -> None:
             "request_too_large": await client.post(MESSAGES, content=b"x" * 3000, headers=key),
             "invalid_request_error": await client.post(MESSAGES, content=b"{", headers=key),
         }
+        other_method = await client.get(COUNT, headers=key)
         good = await client.post(MESSAGES, json=ask(), headers=key)
         running.calls.draining = True
         replies["api_error"] = await client.post(MESSAGES, json=ask(), headers=key)
     assert good.status_code == 200
+    assert (other_method.status_code, other_method.headers["allow"]) == (405, "POST")
+    assert other_method.json()["error"]["type"] == "invalid_request_error" and other_method.json()["type"] == "error"
     for kind, reply in replies.items():
         assert reply.status_code >= 400 and reply.json()["error"]["type"] == kind
     assert replies["api_error"].status_code == 503 and "retry-after" in replies["api_error"].headers

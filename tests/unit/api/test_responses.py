@@ -520,6 +520,17 @@ BAD_INPUTS: dict[str, Any] = {
     "odd field of a part": [{"role": "user", "content": [{"type": "input_text", "text": "a", "b": 1}]}],
     "recursive parts": [{"role": "user", "content": DEEP}],
     "odd field": [{**USER, "name": "x"}],
+    "odd field behind a null": [{**USER, "odd": None, "name": "x"}],
+    "odd field of a part behind a null": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a", "odd": None, "b": 1}]}
+    ],
+    "odd field of reasoning": [
+        USER,
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x", "signature": "y"}]},
+    ],
+    "odd status": [{**USER, "status": "done"}],
+    "status is a list": [{**USER, "status": ["completed"]}],
+    "reasoning alone": [{"type": "reasoning", "content": []}],
     "id is a number": [{**USER, "id": 3}],
     "no call id": [USER, {**CALL, "call_id": None}],
     "arguments are an object": [USER, {**CALL, "arguments": {}}],
@@ -559,6 +570,7 @@ MORE_BAD: list[tuple[str, dict[str, Any]]] = [
     ("tools", {"tools": [{"type": "function", "name": "a b"}]}),
     ("tools", {"tools": [{"type": "function", "name": "a", "defer_loading": True}]}),
     ("tools", {"tools": [{"type": "function", "name": "a", "parameters": 3}]}),
+    ("tools", {"tools": [{"type": "function", "name": "a", "description": 3}]}),
     ("tools", {"tools": [{"type": "function", "name": "a"}] * 2}),
     ("tools", {"tools": [{"type": "function", "name": "a", "strict": True, "parameters": {"not": {}}}]}),
     ("tool_choice", {"tool_choice": "required"}),
@@ -569,6 +581,29 @@ MORE_BAD: list[tuple[str, dict[str, Any]]] = [
         {
             "tools": TOOLS,
             "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "x"}]},
+        },
+    ),
+    (
+        "tool_choice",
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "get_time"}],
+                "most": 1,
+            },
+        },
+    ),
+    (
+        "tool_choice",
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "get_time", "strict": True}],
+            },
         },
     ),
     ("text", {"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}),

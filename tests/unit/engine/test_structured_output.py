@@ -154,7 +154,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"type": "object", "minProperties": 3}}, "minProperties"),
     ({"json_schema": {"x-guidance": {"lenient": True}, "not": {}}}, "x-guidance"),
     ({"json_schema": False}, "false"),
-    ({"json_schema": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "cannot be used"),
+    ({"json_schema": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "ever ends"),
+    (
+        {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+        "no value of the whole ever ends",
+    ),
     ({"json_schema": "{broken"}, "not JSON"),
     ({"json_schema": "[1]"}, "object or a boolean"),
     ({"regex": "("}, "unclosed"),

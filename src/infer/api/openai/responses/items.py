@@ -14,6 +14,8 @@ from infer.errors import InvalidRequestError, shown
 Item = dict[str, Any]
 MAX_ITEMS = 16_384
 """Of one request: each is at least some tokens, and no context holds more."""
+STATUSES = ("in_progress", "completed", "incomplete")
+"""What clients send back of an item; a conversation reads the same with each."""
 ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a part -> where its text is."""
@@ -43,9 +45,11 @@ def _item(item: Mapping[str, Any], where: str, notices: list[str]) -> Item:
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise _bad(f"{where}.type={shown(kind)} is not supported; known are {', '.join(_FIELDS)}")
-    odd = next((name for name in item if name not in ("type", "id", "status", *_FIELDS[kind])), None)
-    if odd is not None and item[odd] is not None:
+    odd = _odd(item, ("type", "id", "status", *_FIELDS[kind]))
+    if odd is not None:
         raise _bad(f"{where} has no field {shown(odd)}; a {kind} has {', '.join(_FIELDS[kind])}")
+    if item.get("status") not in (None, *STATUSES):
+        raise _bad(f"{where}.status={shown(item['status'])} is not one of {', '.join(STATUSES)}")
     own = item.get("id")
     if own is not None and not isinstance(own, str):
         raise _bad(f"{where}.id={shown(own)} is not text")
@@ -76,8 +80,8 @@ def _parts(content: Any, where: str, kind: str) -> list[Item]:
         if not isinstance(part, Mapping) or not isinstance(given, str) or given not in _TEXT_PARTS:
             raise _bad(f"{place} is of type {shown(given)}; infer takes text only: {', '.join(_TEXT_PARTS)}")
         name = _TEXT_PARTS[given]
-        odd = next((key for key in part if key not in ("type", name, *_PART_EXTRAS)), None)
-        if odd is not None and part[odd] is not None:
+        odd = _odd(part, ("type", name, *_PART_EXTRAS))
+        if odd is not None:
             raise _bad(f"{place} has no field {shown(odd)}")
         made: Item = {"type": kind, "text": _text(part.get(name), f"{place}.{name}")}
         read.append(made | ({"annotations": []} if kind == "output_text" else {}))
@@ -113,6 +117,9 @@ def _listed(parts: Any, where: str, kind: str) -> list[Item]:
     for index, part in enumerate(parts):
         if not isinstance(part, Mapping) or part.get("type") != kind:
             raise _bad(f"{where}[{index}]={shown(part)} is not a part of type {kind!r}")
+        odd = _odd(part, ("type", "text"))
+        if odd is not None:
+            raise _bad(f"{where}[{index}] has no field {shown(odd)}")
     return [
         {"type": kind, "text": _text(part.get("text"), f"{where}[{index}].text")} for index, part in enumerate(parts)
     ]
@@ -124,6 +131,11 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str, list[str]], Item]] = {
     "function_call_output": _result,
     "reasoning": _reasoning,
 }
+
+
+def _odd(given: Mapping[str, Any], known: Sequence[str]) -> str | None:
+    """A field that asks for something nobody knows; null asks for nothing."""
+    return next((name for name, value in given.items() if value is not None and name not in known), None)
 
 
 def _named(item: Mapping[str, Any], field: str, where: str) -> str:
@@ -147,7 +159,8 @@ def _bad(message: str) -> InvalidRequestError:
 
 
 def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
-    """The same conversation as chat has it. Raises `InvalidRequestError` for a result of a call that nobody made."""
+    """The same conversation as chat has it. Raises `InvalidRequestError` for a result of a call that nobody made, and
+    where nothing is left to show."""
     told: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     names: dict[str, str] = {}
     turn = _Turn()
@@ -171,6 +184,8 @@ def chat_messages(items: Sequence[Item], instructions: str | None) -> list[dict[
             text = output if isinstance(output, str) else _joined(output)
             told.append({"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text})
     turn.end(told)
+    if not told:
+        raise _bad("input says nothing that a model could read: send a message")
     return told
 
 

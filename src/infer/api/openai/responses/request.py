@@ -150,7 +150,8 @@ def _choice(value: str | dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
         kind, name, mode, tools = (value.get(key) for key in ("type", "name", "mode", "tools"))
         if kind == "function" and isinstance(name, str) and set(value) <= {"type", "name"}:
             return {"type": "function", "function": {"name": name}}, None
-        if kind == "allowed_tools" and mode in ("auto", "required") and isinstance(tools, list) and tools:
+        known = set(value) <= {"type", "mode", "tools"}
+        if known and kind == "allowed_tools" and mode in ("auto", "required") and isinstance(tools, list) and tools:
             return mode, [_allowed(tool, index) for index, tool in enumerate(tools)]
     raise _bad(
         "tool_choice",
@@ -160,7 +161,9 @@ def _choice(value: str | dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
 
 
 def _allowed(tool: Any, index: int) -> str:
-    name = tool.get("name") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    name = None
+    if isinstance(tool, Mapping) and tool.get("type") == "function" and set(tool) <= {"type", "name"}:
+        name = tool.get("name")
     if not isinstance(name, str):
         raise _bad(
             "tool_choice", f'tool_choice.tools[{index}]={shown(tool)} is not {{"type": "function", "name": ...}}'
