@@ -139,6 +139,53 @@ async def test_a_store_that_fails() -> None:
     assert (own.status_code, own.json()["error"]["code"]) == (500, "store_asleep")
 
 
+def altered(record: bytes, **change: Any) -> bytes:
+    """The record with parts of the response, or `items`, replaced."""
+    found = json.loads(record)
+    items = change.pop("items", found["items"])
+    return json.dumps({"response": {**found["response"], **change}, "items": items}).encode()
+
+
+ODD_RECORDS: dict[str, dict[str, Any]] = {
+    "of another response": {"id": "resp_other"},
+    "no status": {"status": None},
+    "a chain to a number": {"previous_response_id": 5},
+    "output is a number": {"output": 5},
+    "output is odd": {"output": [{"type": "function_call", "id": "fc_1"}]},
+    "no text": {"output": [{"type": "message", "id": "msg_1", "role": "assistant", "content": None}]},
+    "items are nothing": {"items": [None]},
+    "an item without an id": {"items": [{"role": "user", "content": "hi"}]},
+    "an unknown item": {"items": [{"type": "of_tomorrow", "id": "x"}]},
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.row(ROW, "a store that fails is a typed error, and nothing else fails with it")
+async def test_a_store_that_gives_back_something_else() -> None:
+    store = MemoryResponseStore(10, 10**6)
+    async with open_engine(scripted("Ja.")) as (engine, _):
+        context = build_context(engine, api_settings(), responses=store)
+        transport = httpx2.ASGITransport(build_app(context))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            made = (await client.post(RESPONSES, json={"input": "hi"})).json()["id"]
+            url, record = f"{RESPONSES}/{made}", await store.get("", made)
+            assert record is not None
+            on = {"input": "a", "previous_response_id": made}
+            for name, change in ODD_RECORDS.items():
+                await store.put("", made, altered(record, **change))
+                for reply in (
+                    await client.get(url),
+                    await client.get(f"{url}/input_items"),
+                    await client.post(f"{url}/cancel"),
+                    await client.post(RESPONSES, json=on),
+                ):
+                    told = (reply.status_code, reply.json().get("error", {}).get("code"))
+                    assert told == (500, "response_store_failed"), (name, reply.text)
+            await store.put("", made, altered(record))
+            assert (await client.post(RESPONSES, json=on)).status_code == 200
+            assert (await client.delete(url)).status_code == 200
+
+
 @pytest.mark.anyio
 async def test_a_response_that_is_too_large_says_so() -> None:
     async with open_engine(scripted("Ja.")) as (engine, _):

@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from infer.api.errors import ApiError
+from infer.api.openai.responses.items import Item, read_items
 from infer.api.openai.responses.store import ResponseStore
-from infer.errors import StorageError
+from infer.errors import InvalidRequestError, StorageError
 
 logger = logging.getLogger(__name__)
 
 MAX_CHAIN = 4096
 """Responses that one conversation may go back."""
 T = TypeVar("T")
-Item = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,37 @@ class Archive:
         if record is None:
             return None
         try:
-            found = msgspec.json.decode(record)
-            return Kept(found["response"], found["items"])
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
+            return _read(record, response_id)
+        except (msgspec.MsgspecError, UnicodeDecodeError, InvalidRequestError) as error:
             logger.error("the store holds no response for %s", response_id, exc_info=error)
             raise _failed(error) from error
+
+
+class _Response(msgspec.Struct):
+    """What is used of a stored response."""
+
+    id: str
+    status: str
+    previous_response_id: str | None
+    output: list[Item]
+
+
+class _Record(msgspec.Struct):
+    response: msgspec.Raw
+    items: list[Item]
+
+
+def _read(record: bytes, response_id: str) -> Kept:
+    """Whatever a store gave back, or another release wrote. Raises `MsgspecError`, or `InvalidRequestError`."""
+    found = msgspec.json.decode(record, type=_Record)
+    known = msgspec.json.decode(found.response, type=_Response)
+    if known.id != response_id:
+        raise msgspec.ValidationError(f"the record is that of {known.id[:100]!r}")
+    for items in (known.output, found.items):
+        read_items(items, [])
+        if not all(item.get("id") for item in items):
+            raise msgspec.ValidationError("an item has no id")
+    return Kept(msgspec.json.decode(found.response), found.items)
 
 
 async def _asked(answer: Awaitable[T]) -> T:
