@@ -532,6 +532,7 @@ BAD_INPUTS: dict[str, Any] = {
     "status is a list": [{**USER, "status": ["completed"]}],
     "reasoning alone": [{"type": "reasoning", "content": []}],
     "id is a number": [{**USER, "id": 3}],
+    "an id twice": [{**USER, "id": "msg_1"}, {**USER, "id": "msg_1"}],
     "no call id": [USER, {**CALL, "call_id": None}],
     "arguments are an object": [USER, {**CALL, "arguments": {}}],
     "result of nothing": [USER, {"type": "function_call_output", "call_id": "c", "output": "x"}],
@@ -661,6 +662,13 @@ async def test_what_is_accepted_and_not_done_is_said() -> None:
     assert "service_tier" not in notice and reply.json()["reasoning"]["effort"] == "low"
     assert (stored.status_code, stored.json()["error"]["param"]) == (400, "stream")
     assert (included.status_code, included.json()["error"]["param"]) == (400, "include")
+
+
+async def test_a_response_is_explained_under_its_id() -> None:
+    async with server(admin=True) as (client, _):
+        made = (await client.post(RESPONSES, json={"input": "hi"}, headers={"x-request-id": "mine"})).json()["id"]
+        explained = await client.get("/explain", params={"request_id": made})
+    assert explained.status_code == 200 and explained.json()["request_id"] == made
 
 
 async def test_many_at_once_have_ids_and_answers_of_their_own() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -110,9 +110,11 @@ class ResponsesApi:
         plan = chat.answer_plan(asked, values, call)
         params = chat.chat_params(asked, values, call, plan)
         prompt_ids = await chat.encode_chat(asked, params, call, plan)
+        response_id = f"resp_{uuid.uuid4().hex}"  # never used twice, whatever the client calls its requests
         [ask] = generation.make_asks(call, "resp", [prompt_ids], params, asked)
+        ask = replace(ask, request_id=response_id)
         echo = {**request.told_back(body), "store": store}
-        writer = ResponseWriter(context, f"resp_{uuid.uuid4().hex}", model, echo, plan, params, prompt_ids)
+        writer = ResponseWriter(context, response_id, model, echo, plan, params, prompt_ids)
         return Job(owner=owner, writer=writer, items=items, ask=ask, store=store)
 
     async def _history(self, owner: str, response_id: str | None) -> list[Item]:

@@ -38,7 +38,15 @@ def read_items(given: str | Sequence[Mapping[str, Any]], notices: list[str]) -> 
         raise _bad("input is empty: send text, or at least one item")
     if len(given) > MAX_ITEMS:
         raise _bad(f"input has {len(given)} items, more than {MAX_ITEMS}")
-    return [_item(item, f"input[{index}]", notices) for index, item in enumerate(given)]
+    read: list[Item] = []
+    seen: set[str] = set()
+    for index, item in enumerate(given):
+        read.append(_item(item, f"input[{index}]", notices))
+        own = read[-1]["id"]
+        if own in seen:  # pages of items go on behind an id
+            raise _bad(f"input[{index}].id={shown(own)} is there twice")
+        seen.add(own)
+    return read
 
 
 def _item(item: Mapping[str, Any], where: str, notices: list[str]) -> Item:
