@@ -32,7 +32,8 @@ def install(source: Path, site: Path) -> None:
 
 def python(code: str, site: Path, *arguments: str) -> str:
     """Standard output of a fresh interpreter that sees `site`; standard error is in the failure message."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]  # which may say whose infer is tested
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         env=environment,

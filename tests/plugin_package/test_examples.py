@@ -10,14 +10,36 @@ import numpy as np
 import pytest
 import torch
 
+from infer import ContextLengthError
 from infer.artifacts import ArtifactRequest, SinkTarget, open_artifact
 from infer.models.llama import EXAMPLE
 from infer.testing.tiny_models import random_transformers_model
-from integration.engine_support import NEAR_TIE, VOCAB, greedy, prompt, serve, write_checkpoint
+from integration.engine_support import (
+    NEAR_TIE,
+    VOCAB,
+    Oracle,
+    greedy,
+    mostly_compared,
+    prompt,
+    same_tokens,
+    serve,
+    write_checkpoint,
+)
 from plugin_package.installing import EXAMPLES, install, python
 
 MODEL = EXAMPLE | {"vocab_size": VOCAB}
-PACKAGES = ("infer-entropy", "infer-slash", "infer-slow")
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": VOCAB,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PACKAGES = ("infer-entropy", "infer-gpt2", "infer-slash", "infer-slow")
 CHECK = "import sys; from infer.cli.app import main; sys.exit(main(['plugins', 'check', *sys.argv[1:]]))"
 
 
@@ -92,6 +114,34 @@ def test_the_slow_platform_says_what_transformers_says(
     assert clear.sum() > len(done.token_ids) // 2
     found = torch.tensor(done.token_ids)
     assert torch.equal(found[clear], best.indices[clear, 0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tie_word_embeddings": False}, {"tie_word_embeddings": False, "n_inner": 80, "layer_norm_epsilon": 0.01}, {}],
+    ids=["untied", "other sizes", "as published"],
+)
+def test_gpt2_says_what_transformers_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    """Prompts in chunks, in one batch, and one that goes on until the table of positions ends."""
+    install(EXAMPLES / "infer-gpt2", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = GPT2 | changes
+    path, oracle = write_checkpoint(tmp_path / "model", config), Oracle.random(config)
+    prompts, limits = [prompt(5), prompt(33), prompt(70)], [24, 24, 26]
+    chunked = {"max_num_batched_tokens": 16}
+    with serve(path, cache={"num_blocks": 64}, scheduler=chunked) as engine:
+        together = engine.generate_many(prompts, greedy(24))
+        longest = engine.generate(prompts[-1], greedy(limits[-1]))
+        with pytest.raises(ContextLengthError, match="96"):
+            engine.generate(prompt(97), greedy(1))
+    assert len(longest.prompt_token_ids) + len(longest.token_ids) == config["n_positions"]
+    right = [oracle.greedy(ids, 24) for ids in prompts]
+    counts = [same_tokens(done.token_ids, answer) for done, answer in zip(together, right, strict=True)]
+    counts.append(same_tokens(longest.token_ids, oracle.greedy(prompts[-1], limits[-1])))
+    mostly_compared(counts, sum(len(answer.token_ids) for answer in right) + limits[-1])
+    assert len(set(longest.token_ids)) > 1
 
 
 def test_slash_commands_are_read_in_a_fresh_process(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class Parameter:
             step = max(1, self.piece // max(1, math.prod(expected[1:])))
             with torch.no_grad():
                 for row in range(0, stop - start, step):
-                    made = self.convert(tensor[row : row + step])
+                    made = self.convert(tensor[row : row + step].contiguous())  # it may be a transposed view
                     self.data[start + row : start + row + len(made)] = made
             return
         same_kind = tensor.dtype == self.data.dtype and tensor.device == self.data.device

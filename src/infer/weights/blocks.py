@@ -23,7 +23,8 @@ def keep_stored_blocks(model: CausalLM, stored: Mapping[str, str], blocks: Block
     """
     sources: dict[str, list[tuple[tuple[int, int] | None, str]]] = {}
     for name, target in model.weight_table().targets.items():
-        sources.setdefault(target.path, []).append((target.rows, stored.get(name, "")))
+        kind = "" if target.transposed else stored.get(name, "")  # blocks run along the stored rows
+        sources.setdefault(target.path, []).append((target.rows, kind))
     for path, parameter in named_parameters(cast(Layer, model)).items():
         kinds = dict.fromkeys(kind for _, kind in sources.get(path, []))
         if len(kinds) == 1 and can_stay(parameter, next(iter(kinds)), blocks):

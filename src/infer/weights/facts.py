@@ -250,7 +250,8 @@ def _sampling_values(values: dict[str, Any], source: str) -> dict[str, Any]:
 
 def _max_position(facts: dict[str, Any], source: str) -> int:
     """The stated context, or as far as yarn reaches: publishers who add it often leave the context as it was."""
-    stated = _size(facts, "max_position_embeddings", source)
+    older = "max_position_embeddings" not in facts and "n_positions" in facts  # GPT-2's name for it
+    stated = _size(facts, "n_positions" if older else "max_position_embeddings", source)
     section = facts.get("rope_scaling") or facts.get("rope_parameters")
     if not isinstance(section, dict) or section.get("rope_type", section.get("type")) != "yarn":
         return stated

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from infer.plugins.model import CausalLM
     from infer.plugins.model_source import ProgressCallback
     from infer.weights.checkpoint import Checkpoint
+    from infer.weights.mapping import Target
 
 
 def check_weights(model: CausalLM, checkpoint: Checkpoint) -> None:
@@ -43,7 +44,7 @@ def load_weights(model: CausalLM, checkpoint: Checkpoint, progress: ProgressCall
     total = sum(tensors[name].stored_bytes for name in targets)
     done = 0
     for name, target in targets.items():
-        _fill(name, parameters[target.path], target.rows, checkpoint)
+        _fill(name, parameters[target.path], target, checkpoint)
         owner = _owner(target.path)
         waiting[owner] -= 1
         if waiting[owner] == 0:
@@ -93,12 +94,12 @@ def _owner(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _fill(name: str, parameter: Parameter, rows: tuple[int, int] | None, checkpoint: Checkpoint) -> None:
+def _fill(name: str, parameter: Parameter, target: Target, checkpoint: Checkpoint) -> None:
     # A shard is read in the slot's dtype; packed integers, and what is converted here, come as stored.
     dtype = parameter.data.dtype if parameter.convert is None and parameter.data.is_floating_point() else None
     stored = parameter.blocks is not None and parameter.convert is None
     tensor = checkpoint.read_blocks(name) if stored else checkpoint.read(name, dtype)
     try:
-        parameter.load(tensor, rows)
+        parameter.load(tensor.t() if target.transposed else tensor, target.rows)
     except WeightError as error:
         raise WeightError(f"tensor {name!r}: {error}", tensor=name) from None

@@ -21,6 +21,14 @@ class Target:
     path: str
     rows: tuple[int, int] | None = None
     """First row and the row after the last; None for the whole parameter."""
+    transposed: bool = False
+    """The checkpoint has the tensor's columns as rows."""
+
+    def stored_shape(self, parameter: Shape) -> Shape:
+        """What the checkpoint must have, for a parameter of that shape."""
+        start, stop = self.rows if self.rows is not None else (0, parameter[0])
+        shape = (stop - start, *parameter[1:])
+        return shape[::-1] if self.transposed else shape
 
 
 class WeightTable:
@@ -34,11 +42,11 @@ class WeightTable:
         self.left_out: list[str] = []
         """Prefixes of names: parts of a checkpoint that the model does not have."""
 
-    def add(self, name: str, path: str, *, rows: tuple[int, int] | None = None) -> None:
-        """One tensor to one parameter."""
+    def add(self, name: str, path: str, *, rows: tuple[int, int] | None = None, transposed: bool = False) -> None:
+        """One tensor to one parameter. `transposed`: the checkpoint has it as [input, output] features (GPT-2's Conv1D)."""
         if name in self.targets:
             raise WeightError(f"tensor {name!r} is mapped twice: to {self.targets[name].path} and {path}", tensor=name)
-        self.targets[name] = Target(path, rows)
+        self.targets[name] = Target(path, rows, transposed)
 
     def add_shards(self, path: str, shards: Iterable[tuple[str, int]]) -> None:
         """Tensors (name, number of rows) that lie one after the other in one parameter."""
@@ -70,7 +78,7 @@ class WeightTable:
             if target.path not in parameters:
                 raise WeightError(f"tensor {name!r} goes to {target.path}, which the model does not have", tensor=name)
             start, stop = target.rows if target.rows is not None else (0, parameters[target.path][0])
-            expected = (stop - start, *parameters[target.path][1:])
+            expected = target.stored_shape(parameters[target.path])
             if tuple(stored[name]) != expected:
                 raise WeightError(
                     f"tensor {name!r} has shape {tuple(stored[name])} in the checkpoint, "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,9 +12,15 @@ import torch
 from gguf_samples import LLAMA_METADATA, llama_tensors, llama_weights, write_block_llama, write_gguf, write_llama
 from infer import Engine, EngineConfig, SamplingParams
 from infer.backends.cpu.block_formats import BLOCK_FORMATS
+from infer.backends.reference.platform import OPS
 from infer.config.engine import PlatformSection
 from infer.errors import WeightError
-from infer.layers.parameter import Parameter
+from infer.layers.parameter import Layer, Parameter, named_parameters
+from infer.models import llama
+from infer.plugins.platform import BlockOps
+from infer.quantization.unquantized import UnquantizedMethod
+from infer.testing.tiny_models import build_model, model_config
+from infer.weights.blocks import keep_stored_blocks
 
 pytestmark = pytest.mark.anyio
 PROMPT = [3, 17, 9, 4, 30, 22, 11]
@@ -48,6 +56,23 @@ async def test_blocks_stay_and_compute_what_expanded_weights_do(tmp_path: Path, 
         torch.tensor(stayed).sub(torch.tensor(expanded)).abs().max() < 1.0
     )  # of about 12; a wrong row would be off by several
     assert stayed != expanded
+
+
+def test_blocks_of_a_transposed_tensor_do_not_stay() -> None:
+    """They lie along the features that a product does not sum over."""
+    facts = llama.EXAMPLE | {"hidden_size": 64, "head_dim": 16}
+    model = build_model(llama.infer_models()[0], model_config(facts), ops=OPS, quant=UnquantizedMethod(), device="meta")
+    targets, name = model.weight_table().targets, "model.layers.1.self_attn.o_proj.weight"
+    targets[name] = replace(targets[name], transposed=True)
+
+    def unused(*arguments: object) -> Any:
+        raise AssertionError("nothing is multiplied here")
+
+    formats = BlockOps(formats=BLOCK_FORMATS, row_multiple=1, pack=unused, rows=unused, linear=unused)
+    keep_stored_blocks(model, dict.fromkeys(targets, "Q8_0"), formats)
+    slots = named_parameters(cast(Layer, model))
+    assert slots["blocks.0.attention.out.weight"].blocks == "Q8_0"
+    assert slots["blocks.1.attention.out.weight"].blocks is None
 
 
 @pytest.mark.parametrize("kinds", [("Q8_0", "Q8_0", "Q4_0"), ("Q4_1", "Q8_0", "Q5_0"), ("Q4_0", "Q8_0", "Q4_0")])

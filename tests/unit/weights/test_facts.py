@@ -65,6 +65,16 @@ def test_yarn_extends_the_context(tmp_path: Path, changes: dict[str, Any], expec
         assert read(write(tmp_path / key, scaled)).max_position == expected
 
 
+def test_the_context_under_its_older_name(tmp_path: Path) -> None:
+    older = {name: value for name, value in CONFIG.items() if name != "max_position_embeddings"}
+    assert read(write(tmp_path / "older", older | {"n_positions": 512})).max_position == 512
+    assert read(write(tmp_path / "both", CONFIG | {"n_positions": 512})).max_position == 2048
+    with pytest.raises(ModelError, match="n_positions is 'long'; a positive integer is needed"):
+        read(write(tmp_path / "wrong", older | {"n_positions": "long"}))
+    with pytest.raises(ModelError, match="max_position_embeddings is missing"):
+        read(write(tmp_path / "none", older))
+
+
 def test_directory_with_both_files(tmp_path: Path) -> None:
     generation = {"eos_token_id": [2, 7, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.9, "do_sample": True}
     found = read(write(tmp_path, CONFIG, generation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -72,6 +73,31 @@ def test_every_tensor_is_read_once(directory: Path) -> None:
     load_weights(model, Recording(stored))
     assert sorted(reads) == sorted(stored.keys() - {"lm_head.weight"})
     assert model.weight_table().ignored >= {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("method", [None, create_int8(None)], ids=["plain", "int8"])
+def test_a_transposed_tensor_is_turned(directory: Path, method: Any) -> None:
+    """Stored the other way round, the shards of q, k, v and a whole matrix come to the same bits, quantised or not."""
+    config = CONFIG | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    plain = dict(random_transformers_model(config, seed=3).state_dict())
+    turned = {
+        name: ("self_attn" in name or "down_proj" in name) and weight.dim() == 2 for name, weight in plain.items()
+    }
+    assert sum(turned.values()) == 5 * config["num_hidden_layers"]
+    found = []
+    for stored in (
+        plain,
+        {name: weight.t().contiguous() if turned[name] else weight for name, weight in plain.items()},
+    ):
+        model = empty(config=config)
+        for name, target in model.weight_table().targets.items():
+            transposed = stored is not plain and turned[name]
+            model.weight_table().targets[name] = dataclasses.replace(target, transposed=transposed)
+        if method is not None:
+            assert quantize_at_load(model, method, None, torch.float32).expanded
+        load_weights(model, DictCheckpoint(stored))
+        found.append([tensor for _, layer in named_layers(model) for tensor in layer.tensors()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.row("ENG-MOE-LOADSTREAM", "At most one layer's experts are on the host at once, counted.")

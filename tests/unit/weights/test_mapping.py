@@ -58,6 +58,15 @@ def test_wrong_shape_names_both() -> None:
     refused(STORED | {"norm": (4, 1)}, "(4, 1) in the checkpoint, but the configuration calls for (4,)", "norm")
 
 
+def test_a_transposed_tensor_has_the_other_shape() -> None:
+    made = WeightTable()
+    made.add("q", "weight", rows=(0, 4), transposed=True)
+    made.add("k", "weight", rows=(4, 6))
+    made.check({"q": (3, 4), "k": (2, 3)}, {"weight": (6, 3)})
+    with pytest.raises(WeightError, match=re.escape("'q' has shape (4, 3) in the checkpoint, but the configuration")):
+        made.check({"q": (4, 3), "k": (2, 3)}, {"weight": (6, 3)})
+
+
 def test_a_name_is_mapped_once() -> None:
     made = table()
     with pytest.raises(WeightError, match=r"'q' is mapped twice: to qkv\.weight and norm\.weight"):

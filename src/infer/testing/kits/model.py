@@ -58,8 +58,7 @@ def _source_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name, target in model.weight_table().targets.items():
         expect(target.path in parameters, f"tensor {name!r} goes to {target.path}, which the model does not have")
-        whole = parameters[target.path].shape
-        shapes[name] = whole if target.rows is None else (target.rows[1] - target.rows[0], *whole[1:])
+        shapes[name] = target.stored_shape(parameters[target.path].shape)
     return shapes
 
 
