@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from infer import ContextLengthError
-from infer.artifacts import ArtifactRequest, SinkTarget, open_artifact
+from infer.artifacts import ArtifactRequest, ManagedTarget, SinkTarget, open_artifact
 from infer.models.llama import EXAMPLE
 from infer.testing.tiny_models import random_transformers_model
 from integration.engine_support import (
@@ -40,6 +42,8 @@ GPT2 = {
     "eos_token_id": 2,
 }
 PACKAGES = ("infer-entropy", "infer-gpt2", "infer-slash", "infer-slow")
+WEBDAV = "infer-webdav"
+"""Its kit needs a server, which its own tests start."""
 CHECK = "import sys; from infer.cli.app import main; sys.exit(main(['plugins', 'check', *sys.argv[1:]]))"
 
 
@@ -48,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What pip makes of them."""
     target = tmp_path_factory.mktemp("examples") / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    sources = [str(EXAMPLES / name) for name in PACKAGES]
+    sources = [str(EXAMPLES / name) for name in (*PACKAGES, WEBDAV)]
     subprocess.run([*command, "--target", str(target), *sources], check=True, capture_output=True, timeout=240)
     return target
 
@@ -59,8 +63,47 @@ def test_an_installed_example_passes_its_kit(site: Path, name: str) -> None:
     assert "\n1 plugin: " in said and said.endswith(" checks passed, 0 failed\n")
 
 
+def test_webdav_as_installed_passes_its_own_tests(site: Path, tmp_path: Path) -> None:
+    for name in ("test_infer_webdav.py", "webdav_server.py"):
+        shutil.copy(EXAMPLES / WEBDAV / name, tmp_path)
+    code = "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '--rootdir', sys.argv[1], sys.argv[1]]))"
+    said = python(code, site, str(tmp_path))
+    assert " passed" in said and "skipped" not in said
+
+
+def test_webdav_takes_what_an_engine_delivers(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(EXAMPLES / WEBDAV, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = importlib.import_module("webdav_server")
+    store = server.WebDAVServer(tmp_path / "store")
+    profile = {
+        "url": f"{store.uri}/artifacts",
+        "storage_options": {"username": server.USER, "password": server.PASSWORD},
+        "allowed_prefixes": ["runs"],
+        "create_only": True,
+    }
+    wanted = ArtifactRequest(
+        target=ManagedTarget(profile="dav", object_key="runs/one.bin"),
+        contents=("selected_logprobs",),
+        format="generation_artifact_v2",
+    )
+    artifacts = {"enable_managed_fsspec": True, "storage_profiles": {"dav": profile}}
+    try:
+        with serve(checkpoint, artifacts=artifacts, cache={"num_blocks": 24}) as engine:
+            first, second = [engine.generate(prompt(20), greedy(8), artifact=wanted) for _ in range(2)]
+    finally:
+        store.stop()
+    assert first.artifact is not None and first.artifact.state == "ready"
+    stored = open_artifact((tmp_path / "store" / "artifacts" / "runs" / "one.bin").read_bytes())
+    assert stored.field("selected_logprobs").num_rows == len(first.token_ids)
+    assert second.artifact is not None and second.artifact.state != "ready"
+    assert server.PASSWORD not in repr(second.artifact) and "artifact_conflict" in repr(second.artifact)
+
+
 def test_every_example_has_what_a_package_needs() -> None:
-    for name in PACKAGES:
+    for name in (*PACKAGES, WEBDAV):
         module = name.replace("-", "_")
         files = {path.name for path in (EXAMPLES / name).iterdir() if path.is_file()}
         assert {"pyproject.toml", "README.md", f"{module}.py", f"test_{module}.py"} <= files
