@@ -72,6 +72,8 @@ async def test_recorded_steps_change_nothing(model: Path, monkeypatch: pytest.Mo
 
 LATENT = {"deepseek_v2", "deepseek_v3"}
 """Their keys are put together by torch."""
+CAPPED = ("gemma3",)
+"""Models whose logits are squashed by torch."""
 
 
 @pytest.mark.parametrize("name", sorted(spec.name for spec in build_registry(PluginsSection(allow=())).specs("model")))
@@ -91,4 +93,7 @@ async def test_decode_steps_of_every_model_are_recorded(
     example = build_registry(PluginsSection(allow=())).get("model", name).example
     async with Engine(config(make_checkpoint(example, tmp_path), graphs=True)) as engine:
         await engine.generate([3, 4, 5], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert recorded and set(recorded) == {name not in LATENT}
+    if name in CAPPED:
+        assert recorded == [False, True], "the head has an operation of torch's own: the rest is recorded without it"
+    else:
+        assert recorded and set(recorded) == {name not in LATENT}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,9 +83,9 @@ def test_under_pressure_every_victim_was_the_largest_key_running(wanted: list[in
         driver.add([index] * 20, 40, priority=priority)
     preempt = driver.scheduler._preempt
 
-    def checked(loser: Request) -> None:
+    def checked(loser: Request, *why: Any) -> None:
         assert loser is max(driver.scheduler.running, key=lambda request: (request.priority, request.arrival))
-        preempt(loser)
+        preempt(loser, *why)
 
     driver.scheduler._preempt = checked  # type: ignore[method-assign]
     driver.run()

@@ -110,7 +110,7 @@ async def test_a_preempted_output_goes_on_where_it_was(depth: int) -> None:
     asked = asking(60, regex="(ab|cd|ef){10,25}!")
     async with fake_engine(letters, settings(cache={"num_blocks": 400}, in_flight_depth=depth)) as roomy:
         expected = [await roomy.generate(f"prompt {i} " * 3, asked) for i in range(8)]
-    tight = settings(cache={"num_blocks": 14, "watermark": 0.0}, in_flight_depth=depth)
+    tight = settings(cache={"num_blocks": 10, "watermark": 0.0}, in_flight_depth=depth)
     async with fake_engine(letters, tight) as engine:
         done = await engine.generate_many([f"prompt {i} " * 3 for i in range(8)], asked)
         assert engine.statistics().preemptions > 0

@@ -5,6 +5,7 @@ Every method but `limits` runs on the thread that will execute steps; owns the p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -254,12 +255,24 @@ def allocate_kv(layout: KVLayout, resolved: ResolvedConfig, device: torch.device
     num_blocks = {
         layer: g.num_blocks for g, group in zip(cache.groups, layout.groups, strict=True) for layer in group.layer_ids
     }
-    kv: KVTensors = {}
-    for layer in layout.layers:
-        shape = (num_blocks[layer.layer_id] + 1, cache.block_size, layer.num_kv_heads)
-        keys, values = (zeros((*shape, size), dtype, device) for size in layer.head_sizes)
-        kv[layer.layer_id] = (keys, values)
-    return kv
+    shapes = {
+        layer.layer_id: tuple(
+            (num_blocks[layer.layer_id] + 1, cache.block_size, layer.num_kv_heads, size) for size in layer.head_sizes
+        )
+        for layer in layout.layers
+    }
+    sizes = [_aligned(math.prod(shape) * dtype.itemsize) for pair in shapes.values() for shape in pair]
+    arena = zeros((sum(sizes),), torch.uint8, device)  # one: a start of large pages for each tensor would add up
+    pieces = iter(arena.split(sizes))
+
+    def tensor(shape: tuple[int, ...]) -> Tensor:
+        return next(pieces)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    return {layer_id: (tensor(keys), tensor(values)) for layer_id, (keys, values) in shapes.items()}
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def make_capture(
@@ -318,7 +331,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    alignment = LARGE_PAGE if num_bytes > 2 * LARGE_PAGE else ALIGNMENT
+    alignment = LARGE_PAGE if num_bytes > 16 * LARGE_PAGE else ALIGNMENT
     raw = torch.from_numpy(np.zeros(num_bytes + alignment, dtype=np.uint8))
     start = -raw.data_ptr() % alignment
     return raw[start : start + num_bytes].view(dtype).view(shape)
