@@ -263,10 +263,11 @@ def allocate_kv(layout: KVLayout, resolved: ResolvedConfig, device: torch.device
     }
     sizes = [_aligned(math.prod(shape) * dtype.itemsize) for pair in shapes.values() for shape in pair]
     arena = zeros((sum(sizes),), torch.uint8, device)  # one: a start of large pages for each tensor would add up
-    pieces = iter(arena.split(sizes))
+    pieces = iter(torch.split(arena, sizes))
 
     def tensor(shape: tuple[int, ...]) -> Tensor:
-        return next(pieces)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        piece: Tensor = next(pieces)[: math.prod(shape) * dtype.itemsize]
+        return piece.view(dtype).view(shape)
 
     return {layer_id: (tensor(keys), tensor(values)) for layer_id, (keys, values) in shapes.items()}
 
