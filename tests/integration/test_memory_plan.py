@@ -120,7 +120,8 @@ def check(found: dict[str, Any]) -> None:
     assert measured["kv_cache"] == pytest.approx(planned["kv_cache"], rel=0.05)
     # Not only by our own count: the storages of all tensors that are alive.
     assert found["live"] == pytest.approx(planned["weights"] + planned["kv_cache"], rel=0.05)
-    assert measured["workspace"] == pytest.approx(planned["workspace"], rel=0.05, abs=FLOOR)
+    # What a step writes ends somewhere in a large page, which the system gives whole.
+    assert measured["workspace"] == pytest.approx(planned["workspace"], rel=0.05, abs=FLOOR + 2**20)
 
 
 def cases() -> list[Any]:
