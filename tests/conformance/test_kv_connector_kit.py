@@ -103,6 +103,25 @@ class WaitsForTheStore(StoreMatcher):
         return ExternalMatch("hit", found) if found > num_local else ExternalMatch("miss")
 
 
+class FailsWhileTheStoreIsSilent(StoreMatcher):
+    """In the thread that the kit calls it from."""
+
+    def match(self, request_id: str, hashes: Sequence[bytes], num_tokens: int, num_local: int) -> ExternalMatch:
+        if request_id == "slow":
+            raise TimeoutError("the shelf says nothing")
+        return super().match(request_id, hashes, num_tokens, num_local)
+
+
+class FailsToCloseInTime(StoreTransfer):
+    """Only while the store is silent: the kit closes it from a thread then."""
+
+    def close(self) -> None:
+        silent = getattr(self._store, "silent", None)
+        super().close()
+        if silent is not None:
+            raise TimeoutError("a load was on its way")
+
+
 class ReportsTwice(StoreTransfer):
     def poll(self, timeout: float) -> list[KVReport]:
         return [report for report in super().poll(timeout) for _ in range(2)]
@@ -186,6 +205,8 @@ BUGS: list[tuple[type[StoreMatcher], type[StoreTransfer], str]] = [
     (SkipsGaps, StoreTransfer, "beginning_only"),
     (CountsOnlyItsOwn, StoreTransfer, "beyond_local"),
     (WaitsForTheStore, StoreTransfer, "never_waits"),
+    (FailsWhileTheStoreIsSilent, StoreTransfer, "never_waits"),
+    (StoreMatcher, FailsToCloseInTime, "no_write_after_close"),
     (StoreMatcher, ReportsTwice, "round_trip"),
     (StoreMatcher, ForgetsEmptyHanded, "nothing_there"),
     (StoreMatcher, HidesFailures, "nothing_there"),

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,21 @@ def _close_ends_all(store: ConnectorStore) -> None:
         )
 
 
+def _in_background(call: Callable[[], None]) -> Future[None]:
+    """In a thread that nobody has to wait for. What the call raises is in the future."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def _never_waits(store: ConnectorStore) -> None:
     """While the store answers nobody, no call waits for it."""
     hashes = store.sequence("a", 2)
@@ -162,11 +178,13 @@ def _never_waits(store: ConnectorStore) -> None:
             answers.append([report for report in engine.poll(0) if report.job_id == transfer.job_id])
 
         with store.faults.delay():
-            caller = threading.Thread(target=calls, daemon=True)
-            caller.start()
-            caller.join(store.patience / 2)
-            expect(not caller.is_alive(), "a call waits for the store")
-            expect(answers == ["later", []], f"the store was silent, and the connector answered {answers}")
+            called = _in_background(calls)
+            waits = bool(wait([called], store.patience / 2).not_done)
+        # A call that waited goes on now, and must have ended before its connector is closed.
+        wait([called], store.patience)
+        expect(not waits, "a call waits for the store")
+        called.result()
+        expect(answers == ["later", []], f"the store was silent, and the connector answered {answers}")
         engine.settle()
         expect(all(engine.has(block) for block in placed(hashes, 5)), "a load that was slow did not come right")
 
@@ -218,11 +236,10 @@ def _no_write_after_close(store: ConnectorStore) -> None:
         blocks = placed(hashes, 10)
         with store.faults.delay():
             engine.order("load", blocks)
-            closing = threading.Thread(target=engine.close, daemon=True)
-            closing.start()
+            closing = _in_background(engine.close)
             time.sleep(0.05)  # it may have to wait for a call of the store
-        closing.join(store.patience)
-        expect(not closing.is_alive(), "close does not return")
+        expect(not wait([closing], store.patience).not_done, "close does not return")
+        closing.result()
         before = [engine.blocks.read(block.group, block.block_id) for block in blocks]
         time.sleep(0.3)
         after = [engine.blocks.read(block.group, block.block_id) for block in blocks]
