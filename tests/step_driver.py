@@ -62,6 +62,22 @@ def cache_config(
     )
 
 
+def drawn_cache(values: dict[str, Any]) -> ResolvedCache:
+    """Takes what describes a cache out of the values of a drawn load, and leaves the scheduler's. A sliding group has as
+    many blocks as its requests can need."""
+    size, capacity, window = values.pop("block_size"), values.pop("capacity"), values.pop("window")
+    groups = [full_group(capacity // size)]
+    if window is not None:
+        most = values["max_num_seqs"] * (-(-(window + values["max_num_batched_tokens"]) // size) + 1)
+        groups.append(sliding_group(min(capacity // size, most), window))
+    return cache_config(
+        *groups,
+        block_size=size,
+        watermark=values.pop("watermark", 0.0),
+        prefix_caching=values.pop("prefix_caching"),
+    )
+
+
 def new_request(
     prompt: Sequence[int],
     max_tokens: int = 16,

@@ -3,13 +3,13 @@ Runs by hand (`make docs`); a test calls `render` and compares. Owns docs/cli.md
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer.main
+from generated_page import write_or_check
 
 from infer.cli.app import build_app
 from infer.cli.options import COMMON, SAMPLING
@@ -89,16 +89,7 @@ def value_name(parameter: Any) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail when the page is not what would be written")
-    page = render()
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(page, "utf-8")
-        return 0
-    if not PAGE.is_file() or PAGE.read_text("utf-8") != page:
-        print("docs/cli.md is not what the commands say; run `make docs` and commit it")
-        return 1
-    return 0
+    return write_or_check(PAGE, render(), "the commands say", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@ Runs by hand (`make docs`); a test calls `render` and compares. Owns docs/config
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
+
+from generated_page import write_or_check
 
 from infer.config.engine import EngineConfig
 
@@ -112,17 +113,7 @@ def bounds(field: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail when the page is not what would be written")
-    check = parser.parse_args(arguments).check
-    page = render()
-    if not check:
-        PAGE.write_text(page, "utf-8")
-        return 0
-    if not PAGE.is_file() or PAGE.read_text("utf-8") != page:
-        print("docs/configuration.md is not what the settings types say; run `make docs` and commit it")
-        return 1
-    return 0
+    return write_or_check(PAGE, render(), "the settings types say", __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@ Runs by hand (`make docs`); a test calls `render` and compares, so no signature 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from generated_page import write_or_check
 
 import infer
 import infer.artifacts
@@ -169,16 +170,7 @@ def code(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail when the page is not what would be written")
-    page = render()
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(page, "utf-8")
-        return 0
-    if not PAGE.is_file() or PAGE.read_text("utf-8") != page:
-        print("docs/api.md is not what the source says; run `make docs` and commit it")
-        return 1
-    return 0
+    return write_or_check(PAGE, render(), "the source says", __doc__, arguments)
 
 
 if __name__ == "__main__":

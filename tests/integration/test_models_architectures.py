@@ -153,8 +153,8 @@ def test_a_latent_attention_model_reuses_a_prefix(name: str, made: Make) -> None
         assert same_tokens(again.token_ids, oracle.greedy([*first, *more], 16)) > 12
         (group,) = engine.engine.resolved.cache.groups
         assert group.bytes_per_block == 2 * 16 * 4 * (12 + 10) * 4  # layers, tokens, heads, key and value size, fp32
-        alignment = 2 * 2 * 64
         kept = parts_of(engine).executor._worker.measured()["kv_cache"]
+        alignment = 64  # what the start of the one mapping may be moved by
         assert kept == engine.engine.resolved.memory.kv_cache + alignment
 
 

@@ -17,7 +17,13 @@ from infer.engine.aux.rows import CAPTURED
 from infer.engine.request import Request, Status
 from infer.engine.step import StepPlan
 from infer.testing.fake_executor import hashed_token
-from step_driver import PlannedFailure, cache_config, expected_tokens, full_group, new_request, output, sliding_group
+from step_driver import (
+    PlannedFailure,
+    drawn_cache,
+    expected_tokens,
+    new_request,
+    output,
+)
 
 VOCABULARY = 12
 STOP = 3
@@ -42,14 +48,8 @@ configurations = st.fixed_dictionaries(
 
 def make_driver(values: dict[str, Any], *, capture: bool = True) -> CaptureDriver:
     values = dict(values)
-    size, capacity, window = values.pop("block_size"), values.pop("capacity"), values.pop("window")
-    cached = values.pop("prefix_caching")
+    cache = drawn_cache(values)
     del values["depth"]
-    groups = [full_group(capacity // size)]
-    if window is not None:
-        most = values["max_num_seqs"] * (-(-(window + values["max_num_batched_tokens"]) // size) + 1)
-        groups.append(sliding_group(min(capacity // size, most), window))
-    cache = cache_config(*groups, block_size=size, prefix_caching=cached)
     driver = CaptureDriver(cache, next_token=hashed_token(VOCABULARY), capture=capture, **values)
     driver.worker.row_error = lambda ids: "poisoned" if ids[-1] == POISON else None
     return driver

@@ -17,7 +17,7 @@ from infer.plugins.kv_connector import ExternalMatch, KVTransfer
 from infer.testing.fake_executor import hashed_token
 from kv_driver import ExternalDriver, TransferWorker
 from property.test_scheduler import POISON, VOCABULARY, Load, SchedulerMachine, random_load
-from step_driver import cache_config, expected_tokens, full_group, output, sliding_group
+from step_driver import drawn_cache, expected_tokens, output
 
 
 class Trouble:
@@ -71,17 +71,12 @@ class TroubledWorker(TransferWorker):
 
 
 def make_driver(values: dict[str, Any]) -> ExternalDriver:
-    values = dict(values)
+    values = values | {"prefix_caching": True}
     seed = values["max_num_seqs"] * 31 + values["capacity"] + values["depth"]
-    size, capacity, window = values.pop("block_size"), values.pop("capacity"), values.pop("window")
-    watermark = values.pop("watermark")
-    del values["depth"], values["prefix_caching"]
-    groups = [full_group(capacity // size)]
-    if window is not None:
-        most = values["max_num_seqs"] * (-(-(window + values["max_num_batched_tokens"]) // size) + 1)
-        groups.append(sliding_group(min(capacity // size, most), window))
+    cache = drawn_cache(values)
+    del values["depth"]
     driver = ExternalDriver(
-        cache_config(*groups, block_size=size, watermark=watermark),
+        cache,
         next_token=hashed_token(VOCABULARY),
         save=seed % 5 != 0,
         fail_requests=seed % 7 == 0,

@@ -17,7 +17,14 @@ from infer.engine.step import SamplingSpec, StepPlan
 from infer.errors import GrammarError
 from infer.plugins.grammar import GrammarSource, Matcher, Vocabulary
 from infer.testing.fake_executor import hashed_token
-from step_driver import PlannedFailure, StepDriver, cache_config, fetch, full_group, new_request, output, sliding_group
+from step_driver import (
+    PlannedFailure,
+    StepDriver,
+    drawn_cache,
+    fetch,
+    new_request,
+    output,
+)
 
 ROW = "ENG-SGLANG-BEHAVIOR-FLAG"
 SIZE, STOP, END = 40, 3, 39
@@ -158,14 +165,8 @@ actions = st.lists(
 
 def make_driver(values: dict[str, Any], *, skip: bool) -> StepDriver:
     values = dict(values)
-    size, capacity, window = values.pop("block_size"), values.pop("capacity"), values.pop("window")
-    cached = values.pop("prefix_caching")
+    cache = drawn_cache(values)
     del values["depth"]
-    groups = [full_group(capacity // size)]
-    if window is not None:
-        most = values["max_num_seqs"] * (-(-(window + values["max_num_batched_tokens"]) // size) + 1)
-        groups.append(sliding_group(min(capacity // size, most), window))
-    cache = cache_config(*groups, block_size=size, prefix_caching=cached)
     driver = StepDriver(cache, next_token=hashed_token(SIZE), **values)
     driver.worker.grammars = MadeUpGrammars(skip=skip)
     return driver

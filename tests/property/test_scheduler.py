@@ -20,13 +20,11 @@ from step_driver import (
     EOS,
     PlannedFailure,
     StepDriver,
-    cache_config,
+    drawn_cache,
     expected_tokens,
     fetch,
-    full_group,
     new_request,
     output,
-    sliding_group,
 )
 
 VOCABULARY = 40
@@ -55,14 +53,8 @@ configurations = st.fixed_dictionaries(
 
 def make_driver(values: dict[str, Any]) -> StepDriver:
     values = dict(values)
-    size, capacity, window = values.pop("block_size"), values.pop("capacity"), values.pop("window")
-    cached, watermark = values.pop("prefix_caching"), values.pop("watermark")
+    cache = drawn_cache(values)
     del values["depth"]
-    groups = [full_group(capacity // size)]
-    if window is not None:
-        most = values["max_num_seqs"] * (-(-(window + values["max_num_batched_tokens"]) // size) + 1)
-        groups.append(sliding_group(min(capacity // size, most), window))
-    cache = cache_config(*groups, block_size=size, watermark=watermark, prefix_caching=cached)
     driver = StepDriver(cache, next_token=hashed_token(VOCABULARY), **values)
     driver.worker.row_error = lambda ids: "poisoned" if ids[-1] == POISON else None
     return driver

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infer.backends.cuda import blocks, matmul, scaled_matmul
 from infer.backends.cuda.device import DeviceFacts
-from infer.backends.cuda.launch import launch
+from infer.backends.cuda.launch import ProductTile, launch
 from infer.backends.cuda.quantize import quantize_rows
 from infer.backends.reference.kv import to_fp8
 from triton_kernels.drawn import DTYPES, SEEDS, close, floats, inside_nan
@@ -26,13 +26,13 @@ ROWS = st.integers(0, 7)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in every direction."""
-    monkeypatch.setattr(matmul, "HALF", matmul.Tile(4, 8, 16, 4, 1))
-    monkeypatch.setattr(matmul, "FP32", matmul.Tile(4, 8, 16, 4, 1))
+    monkeypatch.setattr(matmul, "HALF", ProductTile(4, 8, 16, 4, 1))
+    monkeypatch.setattr(matmul, "FP32", ProductTile(4, 8, 16, 4, 1))
     monkeypatch.setattr(blocks, "FEW", blocks.Tile(2, 8, 4, 1))
     monkeypatch.setattr(blocks, "MANY", blocks.Tile(4, 16, 4, 1))
     monkeypatch.setattr(blocks, "COLUMNS", 64)
     for name in ("FEW", "SOME", "MANY"):
-        monkeypatch.setattr(scaled_matmul, name, scaled_matmul.Tile(2, 8, 16, 4, 1))
+        monkeypatch.setattr(scaled_matmul, name, ProductTile(2, 8, 16, 4, 1))
 
 
 @given(ROWS, st.integers(1, 40), st.integers(1, 40), DTYPES, st.booleans(), SEEDS)

@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from infer.api.metric_families import Labels, counter, gauge
 
 if TYPE_CHECKING:
     from infer.artifacts.pipeline import PipelineStatistics
     from infer.engine.statistics import EngineStatistics
 
-Labels = Mapping[str, str]
-
 
 def capture_metrics(now: EngineStatistics, labels: Labels) -> Iterator[Metric]:
     """Of captured rows (routed experts and the like), whoever gets them."""
-    family = GaugeMetricFamily("infer_capturing_requests", "Running requests with captured rows.", labels=tuple(labels))
-    family.add_metric(tuple(labels.values()), now.capturing)
-    yield family
+    yield gauge("infer_capturing_requests", "Running requests with captured rows.", labels, now.capturing)
     counters = (
         ("infer_captured_rows", "Rows captured for requests.", now.captured_rows),
         ("infer_capture_failures", "Requests whose captured rows were lost.", now.capture_failures),
         ("infer_capture_uniform_blocks", "Captured blocks of equal cells: a broken router?", now.uniform_blocks),
     )
     for name, text, value in counters:
-        yield _counter(name, text, labels, {(): value})
+        yield counter(name, text, labels, value)
 
 
 def artifact_metrics(now: PipelineStatistics, labels: Labels) -> Iterator[Metric]:
@@ -37,27 +35,24 @@ def artifact_metrics(now: PipelineStatistics, labels: Labels) -> Iterator[Metric
         ("infer_artifact_upload_seconds", "Seconds spent on uploads, failed ones too.", now.upload_seconds),
     )
     for name, text, value in counters:
-        yield _counter(name, text, labels, {(): value})
+        yield counter(name, text, labels, value)
     by_code = (
         ("infer_artifacts_refused", "Artifact requests refused before inference, by code.", now.refused),
         ("infer_artifacts_failed", "Artifacts that were not delivered, by code.", now.failed),
     )
     for name, text, counts in by_code:
-        yield _counter(name, text, labels, {(code,): count for code, count in sorted(counts.items())})
+        yield _by_code(name, text, labels, counts)
     gauges = (
         ("infer_artifact_queue_depth", "Finished artifacts that wait for a slot.", now.queue_depth),
         ("infer_artifacts_delivering", "Artifacts being encoded or uploaded.", now.running),
         ("infer_artifact_reserved_bytes", "Bytes of artifacts.process_bytes that are taken.", now.reserved_bytes),
     )
     for name, text, value in gauges:
-        family = GaugeMetricFamily(name, text, labels=tuple(labels))
-        family.add_metric(tuple(labels.values()), value)
-        yield family
+        yield gauge(name, text, labels, value)
 
 
-def _counter(name: str, text: str, labels: Labels, values: Mapping[tuple[str, ...], float]) -> Metric:
-    more = ("code",) if () not in values else ()
-    family = CounterMetricFamily(name, text, labels=(*labels, *more))
-    for extra, value in values.items():
-        family.add_metric((*labels.values(), *extra), value)
+def _by_code(name: str, text: str, labels: Labels, counts: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=(*labels, "code"))
+    for code, count in sorted(counts.items()):
+        family.add_metric((*labels.values(), code), count)
     return family

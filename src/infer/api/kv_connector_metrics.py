@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
+
+from infer.api.metric_families import Labels, counter, gauge
 
 if TYPE_CHECKING:
     from infer.engine.statistics import KVConnectorStatistics
 
 
-def kv_connector_metrics(now: KVConnectorStatistics | None, labels: Mapping[str, str]) -> Iterator[Metric]:
+def kv_connector_metrics(now: KVConnectorStatistics | None, labels: Labels) -> Iterator[Metric]:
     if now is None:
         return
-    names, values = tuple(labels), tuple(labels.values())
-    gauge = GaugeMetricFamily("infer_kv_connector_transfers", "Loads and saves on their way.", labels=names)
-    gauge.add_metric(values, now.transfers)
-    yield gauge
+    yield gauge("infer_kv_connector_transfers", "Loads and saves on their way.", labels, now.transfers)
     counters = (
         ("infer_kv_connector_queries", "Lookups that the external KV store answered.", now.queries),
         ("infer_kv_connector_hits", "Lookups with more than the engine had itself.", now.hits),
@@ -31,6 +30,4 @@ def kv_connector_metrics(now: KVConnectorStatistics | None, labels: Mapping[str,
         ("infer_kv_connector_skipped_blocks", "Blocks not saved: too many were on their way.", now.skipped_saves),
     )
     for name, text, value in counters:
-        counter = CounterMetricFamily(name, text, labels=names)
-        counter.add_metric(values, value)
-        yield counter
+        yield counter(name, text, labels, value)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from infer.api.artifact_metrics import artifact_metrics, capture_metrics
 from infer.api.context import ApiContext
 from infer.api.kv_connector_metrics import kv_connector_metrics
+from infer.api.metric_families import counter, gauge
 from infer.api.routing import ApiRoute, Call
 from infer.engine.metrics import EngineMetrics, Histogram
 from infer.engine.statistics import EngineStatistics
@@ -50,6 +51,7 @@ class EngineCollector(Collector):
     def __init__(self, context: ApiContext) -> None:
         self._context = context
         self._labels = (context.model_name, "0")
+        self._named = dict(zip(_LABELS, self._labels, strict=True))
 
     def collect(self) -> Iterable[Metric]:
         context = self._context
@@ -63,10 +65,9 @@ class EngineCollector(Collector):
         yield from self._counters(statistics, metrics)
         yield from self._requests(metrics)
         yield from self._latencies(metrics)
-        labels = dict(zip(_LABELS, self._labels, strict=True))
-        yield from capture_metrics(statistics, labels)
-        yield from kv_connector_metrics(statistics.kv_connector, labels)
-        yield from artifact_metrics(context.engine.artifact_statistics, labels)
+        yield from capture_metrics(statistics, self._named)
+        yield from kv_connector_metrics(statistics.kv_connector, self._named)
+        yield from artifact_metrics(context.engine.artifact_statistics, self._named)
         yield self._info()
 
     def _endpoint_calls(self) -> Metric:
@@ -142,14 +143,10 @@ class EngineCollector(Collector):
         return info
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
+        return gauge(name, text, self._named, value)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
+        return counter(name, text, self._named, value)
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(name, text, labels=_LABELS)

@@ -235,6 +235,9 @@ class Request:
 
     def expect(self, drafts: Sequence[int]) -> None:
         """What the worker knows to come next. Behind an id that may end the request nothing is worth a computation."""
+        if not drafts:  # nearly always: it is told after every token
+            self.drafts = ()
+            return
         end = next((place for place, token_id in enumerate(drafts) if token_id in self.stop_ids), None)
         self.drafts = drafts if end is None else drafts[:end]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from infer.errors import WeightError
+from infer.errors import UnsupportedModelError, WeightError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,3 +98,21 @@ def check_tensor(
             f"tensor {name!r} is {stored.stored_dtype} {tuple(stored.shape)}; its section calls for {dtypes[0]} {shape}",
             tensor=name,
         )
+
+
+def check_group_size(method: str, value: object) -> int:
+    """The group size of a section: a number, or -1 for all columns. Raises `UnsupportedModelError`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < -1 or value == 0:
+        raise UnsupportedModelError(
+            f"{method} with group_size={value!r} is not supported; it is a number, or -1 for all"
+        )
+    return value
+
+
+def check_parts(
+    tensors: Mapping[str, StoredTensor], prefix: str, parts: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
+) -> dict[str, str]:
+    """Part -> the name of its tensor. `parts`: shape and dtypes of each. Raises `WeightError` as `check_tensor` does."""
+    for part, (shape, dtypes) in parts.items():
+        check_tensor(tensors, f"{prefix}.{part}", shape, dtypes)
+    return {part: f"{prefix}.{part}" for part in parts}

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError
-from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_matrix, check_tensor
+from infer.plugins.checkpoint_format import (
+    GroupedRows,
+    StoredTensor,
+    StoredWeight,
+    check_group_size,
+    check_matrix,
+    check_parts,
+)
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
 
@@ -34,11 +41,7 @@ class AWQFormat:
                 f"AWQ with bits={bits!r}, version={version!r}, zero_point={section.get('zero_point', True)!r} is not "
                 "supported; 4 bits in version 'gemm' with zero points are"
             )
-        if not isinstance(group, int) or isinstance(group, bool) or group < -1 or group == 0:
-            raise UnsupportedModelError(
-                f"AWQ with group_size={group!r} is not supported; it is a number, or -1 for all"
-            )
-        self.group_size: int = group
+        self.group_size = check_group_size("AWQ", group)
 
     def weights(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
         found = {}
@@ -54,9 +57,7 @@ class AWQFormat:
                 "qzeros": ((groups, rows // PER), ("I32",)),
                 "scales": ((groups, rows), ("F16", "BF16", "F32")),
             }
-            for part, (shape, dtypes) in shapes.items():
-                check_tensor(tensors, f"{prefix}.{part}", shape, dtypes)
-            sources = {part: f"{prefix}.{part}" for part in shapes}
+            sources = check_parts(tensors, prefix, shapes)
             found[f"{prefix}.weight"] = StoredWeight(
                 shape=(rows, columns), sources=sources, group_size=group, levels=16, zero=None
             )

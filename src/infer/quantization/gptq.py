@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from infer.errors import UnsupportedModelError, WeightError
-from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_matrix, check_tensor
+from infer.plugins.checkpoint_format import (
+    GroupedRows,
+    StoredTensor,
+    StoredWeight,
+    check_group_size,
+    check_matrix,
+    check_parts,
+)
 from infer.plugins.hookspecs import hookimpl
 from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
 
@@ -26,16 +33,12 @@ class GPTQFormat:
         bits, group, form = section.get("bits"), section.get("group_size"), section.get("checkpoint_format", "gptq")
         if type(bits) is not int or bits not in (4, 8):
             raise UnsupportedModelError(f"GPTQ with bits={bits!r} is not supported; 4 and 8 are")
-        if not isinstance(group, int) or isinstance(group, bool) or group < -1 or group == 0:
-            raise UnsupportedModelError(
-                f"GPTQ with group_size={group!r} is not supported; it is a number, or -1 for all"
-            )
+        self.group_size = check_group_size("GPTQ", group)
         if form not in ("gptq", "gptq_v2"):
             raise UnsupportedModelError(f"GPTQ in checkpoint_format={form!r} is not supported; gptq and gptq_v2 are")
         if section.get("dynamic"):
             raise UnsupportedModelError("GPTQ with rules of its own for some layers (dynamic) is not supported")
         self.bits: int = bits
-        self.group_size: int = group
         self.ordered = not section.get("desc_act") or group == -1
         self.symmetric = section.get("sym", True) is True
         self.offset = 1 if form == "gptq" else 0
@@ -60,12 +63,11 @@ class GPTQFormat:
                 shapes["g_idx"] = ((columns,), ("I32", "I64"))
             elif not self.ordered:
                 raise WeightError(f"the checkpoint lacks tensor {prefix}.g_idx, which desc_act calls for", tensor=name)
-            for part, (shape, dtypes) in shapes.items():
-                check_tensor(tensors, f"{prefix}.{part}", shape, dtypes)
+            sources = check_parts(tensors, prefix, shapes)
             middle = 1 << (self.bits - 1)
             found[f"{prefix}.weight"] = StoredWeight(
                 shape=(rows, columns),
-                sources={part: f"{prefix}.{part}" for part in shapes},
+                sources=sources,
                 group_size=group if self.ordered else 0,
                 levels=(1 << self.bits) if self.ordered else 0,
                 zero=middle if self.symmetric else None,

@@ -161,7 +161,7 @@ def test_scales_of_fp8_belong_to_an_fp8_checkpoint() -> None:
     """Without its quantization section such a checkpoint would be read without its scales."""
     section = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     config = msgspec.structs.replace(model_config(V3 | {"quantization_config": section}), quantization=section)
-    assert choose_quant_method(build_registry(PluginsSection()), config) == "fp8"
+    assert choose_quant_method(build_registry(PluginsSection()), config).name == "fp8"
     model = plan(V3)
     scale = "model.layers.0.self_attn.o_proj.weight_scale_inv"
     stored = {name: torch.empty(shape, device="meta") for name, shape in source_shapes(model).items()}

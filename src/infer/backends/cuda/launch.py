@@ -5,6 +5,7 @@ Called on the worker thread; owns nothing. The compile gate of the tests puts a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,17 @@ def launch(kernel: Any, grid: Grid, *args: Any, num_warps: int = 4, num_stages: 
     """Nothing is started on an empty grid, which CUDA refuses."""
     if all(grid):
         kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """Rows, columns, depth of one dense product."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
 
 
 def power_of_two(count: int, least: int = 1) -> int:

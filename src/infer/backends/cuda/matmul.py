@@ -5,30 +5,16 @@ Called on the worker thread; pure. Programs stay (persistent) and take one tile 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from infer.backends.cuda.device import DeviceFacts
-from infer.backends.cuda.launch import Launch, ceil_div, dense_rows
+from infer.backends.cuda.launch import Launch, ProductTile, ceil_div, dense_rows
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows, columns, depth of one product."""
-
-    rows: int
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-HALF = Tile(64, 128, 64, 4, 4)
-FP32 = Tile(32, 32, 32, 4, 1)
+HALF = ProductTile(64, 128, 64, 4, 4)
+FP32 = ProductTile(32, 32, 32, 4, 1)
 FEWER_STAGES = 2
 """Where shared memory is small. How many loads are under way moves no bit."""
 

@@ -5,8 +5,6 @@ Called on the worker thread; pure. GPUs without 8-bit floats multiply them in fp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -14,23 +12,11 @@ from torch import Tensor
 
 from infer.backends.cuda.device import DeviceFacts
 from infer.backends.cuda.fp8 import decode_e4m3
-from infer.backends.cuda.launch import Launch, ceil_div, dense_rows
+from infer.backends.cuda.launch import Launch, ProductTile, ceil_div, dense_rows
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows, columns, depth of one product."""
-
-    rows: int
-    columns: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-FEW = Tile(16, 64, 128, 4, 4)
-SOME = Tile(64, 64, 128, 4, 3)
-MANY = Tile(128, 128, 64, 8, 3)
+FEW = ProductTile(16, 64, 128, 4, 4)
+SOME = ProductTile(64, 64, 128, 4, 3)
+MANY = ProductTile(128, 128, 64, 8, 3)
 
 
 @triton.jit

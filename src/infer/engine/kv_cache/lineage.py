@@ -5,11 +5,11 @@ Runs in the loop task; owns the notes, whose number is bounded. The cache itself
 
 from __future__ import annotations
 
-from array import array
+import struct
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -38,9 +38,9 @@ class PrefixEnd(msgspec.Struct, kw_only=True):
     """The token id that the cache has there ("other token"): of the entry that agrees longest."""
 
 
-class _Follower(NamedTuple):
-    token_ids: array[int]
-    block_hash: bytes
+_Follower = tuple[bytes, bytes]
+"""Its token ids packed so that their order stays, and its hash. Bytes, because there is one for every block and the garbage
+collector does not follow tuples of them."""
 
 
 class Lineage:
@@ -62,7 +62,7 @@ class Lineage:
             self._blocks.move_to_end(block_hash)
             self._blocks[block_hash] = (*found[:2], self._resets)
             return
-        follower = _Follower(array("q", token_ids), block_hash)
+        follower = (_pack(token_ids), block_hash)
         self._blocks[block_hash] = (parent, follower, self._resets)
         insort(self._followers.setdefault(parent, []), follower)
         if len(self._blocks) > MAX_BLOCKS:
@@ -89,11 +89,15 @@ class Lineage:
         followers = self._followers.get(parent)
         if not followers:
             return None
-        wanted = array("q", token_ids)
-        at = bisect_left(followers, _Follower(wanted, b""))
+        at = bisect_left(followers, (_pack(token_ids), b""))
         best: tuple[int, int | None] = (-1, None)
-        for one in followers[max(0, at - 1) : at + 1]:  # sorted: the longest agreement is next to it
-            agree = next((i for i, (a, b) in enumerate(zip(one.token_ids, wanted, strict=True)) if a != b), len(wanted))
+        for data, _ in followers[max(0, at - 1) : at + 1]:  # sorted: the longest agreement is next to it
+            known = struct.unpack(f">{len(token_ids)}q", data)
+            agree = next((i for i, (a, b) in enumerate(zip(known, token_ids, strict=True)) if a != b), len(known))
             if agree > best[0]:
-                best = (agree, one.token_ids[agree] if agree < len(wanted) else None)
+                best = (agree, known[agree] if agree < len(known) else None)
         return best
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f">{len(token_ids)}q", *token_ids)

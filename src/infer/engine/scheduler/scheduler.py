@@ -210,7 +210,7 @@ class Scheduler:
             self.waiting.admit(request)
             if self.external is not None:
                 self.external.admitted(request)
-            capped = self.aux is not None and self.kv.match(request).num_tokens > hit.num_tokens
+            capped = request.rows is not None and self.kv.match(request).num_tokens > hit.num_tokens
             end = self.kv.prefix_end(request, hit.num_tokens, cap_reached=capped)
             history.admitted(Admission(step_id, len(request.token_ids), hit.num_tokens, end))
             self._start(request, hit.num_tokens, draft)
@@ -313,7 +313,7 @@ class Scheduler:
                 ended.append(request)
                 request.deliver(token_ids, result.logprobs[row])
                 continue
-            entries = result.prompt_logprobs.get(row)
+            entries = result.prompt_logprobs.get(row) if result.prompt_logprobs else None
             prompt_logprobs = request.new_prompt_logprobs(entries, step.plan.starts[row]) if entries else ()
             if not token_ids and not prompt_logprobs:
                 continue

@@ -65,10 +65,15 @@ class LogFile:
                 return
             self._put(record)
 
+    @property
+    def is_behind(self) -> bool:
+        """The disk has too much to write for a new file to begin."""
+        return self._num_buffered > MAX_BUFFERED // 2
+
     def begin(self, records: list[bytes]) -> bool:
         """Go on in a new file, which begins with these. False when the disk is too far behind to start one."""
         with self._lock:
-            if self._num_buffered > MAX_BUFFERED // 2:
+            if self.is_behind:
                 return False
             self._items.append(None)
             for record in records:

@@ -150,7 +150,7 @@ class StepLog:
     def go_on(self, scheduler: Scheduler) -> None:
         """Begin the next file when this one has its size, or lost something: with the state as it is now."""
         lost = self.file.has_lost
-        if not (self.file.is_full or lost) or self.file.failure is not None:
+        if not (self.file.is_full or lost) or self.file.failure is not None or self.file.is_behind:
             return
         header = msgspec.structs.replace(self._header, created=time.time(), continues=True, lost=lost)
         try:
