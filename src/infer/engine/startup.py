@@ -233,6 +233,7 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
         quantization=quantization,
         progress=progress,
         stated=_stated(platform),
+        numerics=config.numerics.mode,
     )
     limits = builder.limits()
     dtype = choose_dtype(config, model, limits)

@@ -13,6 +13,7 @@ from infer.config.platform import PlatformLimits
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 API_VERSION = 1
@@ -46,7 +47,8 @@ class PlatformSpec:
     settings: tuple[str, ...] = ()
     """Which of the settings of section `platform` that only some have the factory takes, by their names: "cpus" (`cpus:
     tuple[int, ...]`, those its threads run on) and "kernels" (`kernels: Path`, a directory that `prebuild` has filled). They
-    are given when the operator states them."""
+    are given when the operator states them. "numerics" (`numerics: str`) is always given: `numerics.mode`, for platforms that
+    have other kernels for "invariant"."""
     prebuild: str | None = None
     """"module:attr", called as `prebuild(directory: Path, levels: tuple[str, ...], progress) -> list[Path]` by `infer kernels
     build`: what the factory would compile, for other machines; no levels: for all it knows. None: nothing to build."""
@@ -314,6 +316,46 @@ class SupportsGraphs(Protocol):
     def record(self, work: Callable[[], Made]) -> tuple[Made, Graph[Made] | None]:
         """Do the work once. -> its result, and the graph; None where something in the work cannot be repeated, for example
         an operation that is not the platform's own."""
+        ...
+
+
+@runtime_checkable
+class SupportsGraphSizes(Protocol):
+    """Of a platform that `SupportsGraphs` and for which recording is slow: steps of other numbers of rows are filled up."""
+
+    def graph_sizes(self, max_rows: int) -> Sequence[int]:
+        """Numbers of rows, ascending up to `max_rows`, that are recorded before the first request. Recorded work must compute
+        the same row with the same bits in each of them; an attention is recorded with the longest sequence there can be."""
+        ...
+
+
+class Fetch(Protocol):
+    """Results on their way to the host."""
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once. Never waits."""
+        ...
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Of the same shapes and dtypes, on CPU, the caller's own. Raises what the device reports."""
+        ...
+
+
+@runtime_checkable
+class SupportsStaging(Protocol):
+    """A platform whose device works on while the host goes on. Of others everything is there when an operation returns, or
+    reading a tensor waits for it.
+
+    Both are called under `step_context`, in order with the operations of the step.
+    """
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> tuple[Tensor, ...]:
+        """On the device, for what is queued from now on. The arrays may change as soon as this returns."""
+        ...
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        """Begin to bring to the host what the work queued so far makes of these tensors. What is queued from now on neither
+        waits for it nor spoils it."""
         ...
 
 

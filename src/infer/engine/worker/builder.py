@@ -68,10 +68,11 @@ class WorkerBuilder:
         quantization: str | None = None,
         progress: ProgressCallback | None = None,
         stated: Mapping[str, Any] | None = None,
+        numerics: str = "auto",
     ) -> None:
         """Choose the plugins. `platform` is a name or "auto". `cache_dir` keeps compiled kernels, and `progress` is told when
-        they must be built first; `stated` are further settings of the platform (`open_platform`). `quantization` names the
-        method that makes blocks of plain weights.
+        they must be built first; `stated` and `numerics` are further settings of the platform (`open_platform`).
+        `quantization` names the method that makes blocks of plain weights.
 
         Raises `ConfigError`, `UnsupportedModelError` or `PluginError`.
         """
@@ -83,7 +84,7 @@ class WorkerBuilder:
         self._quant_spec = choose_quant_method(registry, model)
         self._quantized = self._read_format()
         self._at_load = None if quantization is None else choose_load_time_method(registry, model, quantization)
-        self._platform = open_platform(registry, platform, threads, cache_dir, progress, stated)
+        self._platform = open_platform(registry, platform, threads, cache_dir, progress, stated, numerics)
 
     def limits(self) -> PlatformLimits:
         """What the platform offers now."""

@@ -25,9 +25,10 @@ def open_platform(
     cache_dir: Path | None,
     progress: ProgressCallback | None = None,
     stated: Mapping[str, Any] | None = None,
+    numerics: str = "auto",
 ) -> Platform:
     """`cache_dir` keeps what is compiled for this machine; `progress` is told of a build; `stated` are settings that only some
-    platforms take (`PlatformSpec.settings`), where the operator states them.
+    platforms take (`PlatformSpec.settings`), where the operator states them; `numerics` is `numerics.mode`.
 
     Raises `ConfigError` when a named platform cannot be had, or none can, or the best does not take what is stated; for
     "auto" one that fails to open is passed over with a warning that says why.
@@ -38,6 +39,8 @@ def open_platform(
         spec = choose_platform(registry, name, failed)
         keep: dict[str, Any] = {"cache_dir": cache_dir, "progress": progress} if spec.compiles else {}
         keep |= {key: value for key, value in stated.items() if key in spec.settings}
+        if "numerics" in spec.settings:
+            keep["numerics"] = numerics
         foreign = [key for key in stated if key not in spec.settings]
         if foreign and not failed:  # after a failure, which was told, the next platform does without
             raise ConfigError(

@@ -94,6 +94,13 @@ def test_stated_settings_go_to_platforms_that_take_them() -> None:
     assert caught.value.fields == ("platform.cpus", "platform.name")
 
 
+def test_the_numerics_mode_goes_to_platforms_that_have_other_kernels_for_it() -> None:
+    plugins: Any = Plugins(platform("a", 1), platform("b", 9, settings=("numerics",)))
+    for mode in ("auto", "invariant"):
+        assert open_platform(plugins, "b", None, None, numerics=mode) == ("b", (None,), {"numerics": mode})
+        assert open_platform(plugins, "a", None, None, numerics=mode) == ("a", (None,), {})
+
+
 def test_after_a_failure_the_next_platform_does_without_what_was_stated(caplog: pytest.LogCaptureFixture) -> None:
     plugins: Any = Plugins(platform("a", 1), platform("b", 9, factory=broken, settings=("kernels",)))
     with caplog.at_level(logging.WARNING, "infer"):
