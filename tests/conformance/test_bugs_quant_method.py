@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.plugins import QuantMethodSpec, Registry, StoredWeight
+from infer.errors import WeightError
+from infer.plugins import GroupedRows, QuantMethodSpec, Registry, StoredWeight, check_tensor
 from infer.testing.kits import quant_method
 from planted_bugs import PlantBug, failures, plant_bug, registry
 
@@ -110,6 +111,133 @@ def test_a_reader_that_takes_plain_tensors(plant_bug: PlantBug, registry: Regist
     assert failures(quant_method.checks(spec, ops)) == set()
     spec = dataclasses.replace(spec, reader=plant_bug(lambda section: Claims()))
     assert failures(quant_method.checks(spec, ops)) == {"reads_only_what_is_there"}
+
+
+class Bytes:
+    """A correct format with a scale for each row; each bug is one method of its own."""
+
+    zero = 128
+
+    def weights(self, tensors: Any) -> dict[str, StoredWeight]:
+        found = {}
+        for name, tensor in tensors.items():
+            if tensor.stored_dtype == "I8" and len(tensor.shape) == 2:
+                rows, columns = tensor.shape
+                check_tensor(tensors, f"{name}_scale", (rows,), ("F16",))
+                sources = {"quants": name, "scales": f"{name}_scale"}
+                found[name] = StoredWeight(
+                    shape=(rows, columns), sources=sources, group_size=columns, levels=256, zero=self.zero
+                )
+        return found
+
+    def rows(self, weight: StoredWeight, parts: Any, start: int, stop: int) -> GroupedRows | Tensor:
+        scales = parts["scales"][start:stop, None].float()
+        quants = parts["quants"][start:stop].view(torch.uint8) ^ 0x80
+        return GroupedRows(quants=quants, scales=scales, zeros=torch.full_like(scales, 128))
+
+
+def bytes_as_stored(name: str, weight: Tensor) -> dict[str, Tensor]:
+    scales = (weight.abs().amax(1) / 127).half()
+    return {name: (weight / scales[:, None]).round().to(torch.int8), f"{name}_scale": scales}
+
+
+class ForgetsTheMiddle(Bytes):
+    def rows(self, weight: StoredWeight, parts: Any, start: int, stop: int) -> GroupedRows:
+        scales = parts["scales"][start:stop, None].float()
+        return GroupedRows(
+            quants=parts["quants"][start:stop].view(torch.uint8), scales=scales, zeros=torch.full_like(scales, 128)
+        )
+
+
+class ScalesOfTheBeginning(Bytes):
+    def rows(self, weight: StoredWeight, parts: Any, start: int, stop: int) -> GroupedRows:
+        quants = parts["quants"][start:stop].view(torch.uint8) ^ 0x80
+        scales = parts["scales"][: stop - start, None].float()
+        return GroupedRows(quants=quants, scales=scales, zeros=torch.full_like(scales, 128))
+
+
+class SaysAnotherGroup(Bytes):
+    """The numbers are right where they are expanded: only blocks are cut by the group size."""
+
+    def weights(self, tensors: Any) -> dict[str, StoredWeight]:
+        return {n: dataclasses.replace(w, group_size=32) for n, w in super().weights(tensors).items()}
+
+    def rows(self, weight: StoredWeight, parts: Any, start: int, stop: int) -> GroupedRows:
+        whole = super().rows(weight, parts, start, stop)
+        assert isinstance(whole, GroupedRows)
+        twice = torch.cat((whole.scales, whole.scales * 2), dim=1)
+        order = torch.zeros(weight.shape[1], dtype=torch.int64)
+        return dataclasses.replace(whole, scales=twice, zeros=torch.full_like(twice, 128), groups=order)
+
+
+class PromisesQuantsAndGivesNumbers(Bytes):
+    def rows(self, weight: StoredWeight, parts: Any, start: int, stop: int) -> Tensor:
+        return parts["quants"][start:stop].float() * parts["scales"][start:stop, None].float()  # type: ignore[no-any-return]
+
+
+class TrustsEveryShape(Bytes):
+    def weights(self, tensors: Any) -> dict[str, StoredWeight]:
+        return {
+            name: StoredWeight(
+                shape=(48, 64),
+                sources={"quants": name, "scales": f"{name}_scale"},
+                group_size=64,
+                levels=256,
+                zero=128,
+            )
+            for name in tensors
+            if name.endswith("_proj.weight")
+        }
+
+
+class LeavesItsScalesBehind(Bytes):
+    def weights(self, tensors: Any) -> dict[str, StoredWeight]:
+        found = super().weights(tensors)
+        return {n: dataclasses.replace(w, sources={"quants": n}) for n, w in found.items()}
+
+
+class NamesNoTensor(Bytes):
+    def weights(self, tensors: Any) -> dict[str, StoredWeight]:
+        try:
+            return super().weights(tensors)
+        except WeightError:
+            raise WeightError("this checkpoint is broken") from None
+
+
+@pytest.mark.parametrize(
+    ("reader", "broken"),
+    [
+        (Bytes, set()),
+        (ForgetsTheMiddle, {"reads_what_is_stored"}),
+        (ScalesOfTheBeginning, {"reads_in_pieces"}),
+        (SaysAnotherGroup, {"blocks_are_the_same_numbers"}),
+        (PromisesQuantsAndGivesNumbers, {"blocks_are_the_same_numbers"}),
+        (TrustsEveryShape, {"names_what_does_not_fit"}),
+        (NamesNoTensor, {"names_what_does_not_fit"}),
+    ],
+)
+def test_a_reader_is_checked_from_what_its_example_stores(
+    plant_bug: PlantBug, registry: Registry, reader: type[Bytes], broken: set[str]
+) -> None:
+    example = {"section": None, "shape": [48, 64], "tolerance": 0.005, "stored": plant_bug(bytes_as_stored, "stored")}
+    spec = dataclasses.replace(
+        registry.get("quant_method", "unquantized"), reader=plant_bug(lambda section: reader()), example=example
+    )
+    ops = registry.create("platform", "reference", threads=1).ops
+    assert failures(quant_method.checks(spec, ops)) == broken
+
+
+def test_a_tensor_that_belongs_to_no_weight_is_named(plant_bug: PlantBug, registry: Registry) -> None:
+    example = {"section": None, "shape": [48, 64], "tolerance": 0.005, "stored": plant_bug(bytes_as_stored, "stored")}
+    spec = dataclasses.replace(
+        registry.get("quant_method", "unquantized"),
+        reader=plant_bug(lambda section: LeavesItsScalesBehind()),
+        example=example,
+    )
+    ops = registry.create("platform", "reference", threads=1).ops
+    [check] = [check for check in quant_method.checks(spec, ops) if check.name == "reads_what_is_stored"]
+    with pytest.raises(AssertionError, match=r"up_proj\.weight_scale'\] belong to no weight"):
+        check.run()
 
 
 class PerRow:

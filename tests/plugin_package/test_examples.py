@@ -41,7 +41,7 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-PACKAGES = ("infer-entropy", "infer-gpt2", "infer-slash", "infer-slow")
+PACKAGES = ("infer-entropy", "infer-gpt2", "infer-int8", "infer-slash", "infer-slow")
 WEBDAV = "infer-webdav"
 """Its kit needs a server, which its own tests start."""
 CHECK = "import sys; from infer.cli.app import main; sys.exit(main(['plugins', 'check', *sys.argv[1:]]))"
@@ -190,7 +190,6 @@ def test_gpt2_says_what_transformers_says(
 def test_slash_commands_are_read_in_a_fresh_process(tmp_path: Path) -> None:
     code = """
 from infer import EngineConfig
-from infer.plugins import build_registry
 
 registry = build_registry(EngineConfig().plugins)
 parser = registry.create("parser", "slash", [])

@@ -75,7 +75,13 @@ if TYPE_CHECKING:
         SupportsWorkspace,
         WriteKV,
     )
-    from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec, SupportsPlatformEncoders
+    from infer.plugins.quant_method import (
+        PLAIN_WEIGHTS,
+        LoadTimeMethod,
+        QuantMethod,
+        QuantMethodSpec,
+        SupportsPlatformEncoders,
+    )
     from infer.plugins.registry import Entry, Registry
     from infer.plugins.stat_logger import EngineFacts, StatLogger, StatLoggerSpec, StepSnapshot
     from infer.plugins.storage_target import StorageTarget, StorageTargetSpec, SupportsExpiry, SupportsRead
@@ -148,7 +154,7 @@ _HOMES = {
         "SupportsWorkspace",
         "WriteKV",
     ),
-    "quant_method": ("LoadTimeMethod", "QuantMethod", "QuantMethodSpec", "SupportsPlatformEncoders"),
+    "quant_method": ("PLAIN_WEIGHTS", "LoadTimeMethod", "QuantMethod", "QuantMethodSpec", "SupportsPlatformEncoders"),
     "registry": ("Entry", "Registry"),
     "stat_logger": ("EngineFacts", "StatLogger", "StatLoggerSpec", "StepSnapshot"),
     "storage_target": ("StorageTarget", "StorageTargetSpec", "SupportsExpiry", "SupportsRead"),
@@ -156,6 +162,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "PLAIN_WEIGHTS",
     "ArtifactField",
     "ArtifactFieldSpec",
     "Attend",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from infer.plugins.platform import Ops
 
 API_VERSION = 1
+PLAIN_WEIGHTS = "infer.quantization.unquantized:create"
+"""Factory of a method whose reader does all: layers hold plain numbers, or the blocks that the reader's quants fit."""
 WeightRole = Literal["linear", "experts", "vocabulary"]
 """What a weight that may be quantised is for: a linear layer, the experts of a sparse block, or the embedding and the head."""
 
@@ -33,7 +35,9 @@ class QuantMethodSpec:
     example: dict[str, Any]
     """{"section": ..., "shape": [N, I], "tolerance": largest error of dequantize against the original, relative to the largest
     weight, "encode": "module:attr"}: from an original float32 [N, I] to the tensors of a checkpoint, by the names of `create`;
-    not needed where the storage is one floating-point "weight". With `at_load`
+    not needed where the storage is one floating-point "weight". With a reader also "stored": "module:attr", called with the name
+    and the original of a weight, gives the tensors of a checkpoint that hold it; without it the kit sees little of the reader.
+    "tolerance" is then also what storing may cost. With `at_load`
     "tolerance" bounds the relative root-mean-square error of normally distributed weights, for the coarsest role."""
     reader: str | None = None
     """"module:attr", called as `reader(section) -> plugins.checkpoint_format.CheckpointFormat`: how such a checkpoint stores its

@@ -21,7 +21,7 @@ from infer.plugins.checkpoint_format import (
     check_parts,
 )
 from infer.plugins.hookspecs import hookimpl
-from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
+from infer.plugins.quant_method import API_VERSION, PLAIN_WEIGHTS, QuantMethodSpec
 
 SUFFIX = ".qweight"
 PER = 8
@@ -93,7 +93,7 @@ def infer_quant_methods() -> list[QuantMethodSpec]:
         QuantMethodSpec(
             name="awq",
             api=API_VERSION,
-            factory="infer.quantization.unquantized:create",
+            factory=PLAIN_WEIGHTS,
             matches=f"{__name__}:matches",
             reader=f"{__name__}:read",
             dtypes=("float32", "bfloat16", "float16"),

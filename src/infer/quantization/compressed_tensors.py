@@ -16,7 +16,7 @@ from torch import Tensor
 from infer.errors import UnsupportedModelError
 from infer.plugins.checkpoint_format import GroupedRows, StoredTensor, StoredWeight, check_matrix, check_tensor
 from infer.plugins.hookspecs import hookimpl
-from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
+from infer.plugins.quant_method import API_VERSION, PLAIN_WEIGHTS, QuantMethodSpec
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "group", "block")
@@ -190,7 +190,7 @@ def infer_quant_methods() -> list[QuantMethodSpec]:
         QuantMethodSpec(
             name="compressed-tensors",
             api=API_VERSION,
-            factory="infer.quantization.unquantized:create",
+            factory=PLAIN_WEIGHTS,
             matches=f"{__name__}:matches",
             reader=f"{__name__}:read",
             dtypes=("float32", "bfloat16", "float16"),

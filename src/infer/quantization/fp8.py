@@ -14,7 +14,7 @@ from torch import Tensor
 from infer.errors import UnsupportedModelError
 from infer.plugins.checkpoint_format import StoredTensor, StoredWeight, check_matrix, check_tensor
 from infer.plugins.hookspecs import hookimpl
-from infer.plugins.quant_method import API_VERSION, QuantMethodSpec
+from infer.plugins.quant_method import API_VERSION, PLAIN_WEIGHTS, QuantMethodSpec
 
 MATRIX = 2
 SCALES = ("F32", "BF16", "F16")
@@ -82,7 +82,7 @@ def infer_quant_methods() -> list[QuantMethodSpec]:
         QuantMethodSpec(
             name="fp8",
             api=API_VERSION,
-            factory="infer.quantization.unquantized:create",
+            factory=PLAIN_WEIGHTS,
             matches=f"{__name__}:matches",
             reader=f"{__name__}:read",
             dtypes=("float32", "bfloat16", "float16"),

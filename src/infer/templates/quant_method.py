@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.plugins import Ops, QuantMethodSpec, StoredTensor, StoredWeight, hookimpl
-from infer.plugins.checkpoint_format import check_tensor
+from infer.plugins import PLAIN_WEIGHTS, QuantMethodSpec, StoredTensor, StoredWeight, check_tensor, hookimpl
 
 
 class Int8Format:
@@ -31,33 +30,6 @@ class Int8Format:
         return parts["quants"][start:stop].float() * parts["scale"].float()
 
 
-class PlainWeights:
-    """What the layers hold: one tensor, in the order in which the platform's kernels read it."""
-
-    name = "my-name"
-
-    def __init__(self, section: dict[str, Any] | None) -> None:
-        self._ops: Ops | None = None
-
-    def create(
-        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        return {"weight": torch.empty(out_features, in_features, dtype=dtype, device=device)}
-
-    def finalize(self, storage: dict[str, Tensor], ops: Ops) -> dict[str, Tensor]:
-        if ops.pack is None or ops.unpack is None:
-            return storage
-        self._ops = ops
-        return {"weight": ops.pack(storage["weight"])}
-
-    def apply(self, storage: dict[str, Tensor], x: Tensor, bias: Tensor | None, ops: Ops) -> Tensor:
-        return ops.linear(x, storage["weight"], bias)
-
-    def dequantize(self, storage: dict[str, Tensor]) -> Tensor:
-        unpack = None if self._ops is None else self._ops.unpack
-        return storage["weight"] if unpack is None else unpack(storage["weight"])
-
-
 def read(section: dict[str, Any]) -> Int8Format:
     return Int8Format()
 
@@ -67,16 +39,27 @@ def matches(section: dict[str, Any] | None) -> bool:
     return section is not None and section.get("quant_method") == "my-name"
 
 
+def as_stored(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """What a checkpoint holds of a weight [N, I] in floating point: the kit stores one, and compares what is read."""
+    scale = weight.abs().max() / 127
+    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale.reshape(1)}
+
+
 @hookimpl
 def infer_quant_methods() -> list[QuantMethodSpec]:
     return [
         QuantMethodSpec(
             name="my-name",
             api=1,
-            factory=f"{__name__}:PlainWeights",
+            factory=PLAIN_WEIGHTS,
             matches=f"{__name__}:matches",
             reader=f"{__name__}:read",
             dtypes=("float32", "bfloat16", "float16"),
-            example={"section": {"quant_method": "my-name"}, "shape": [48, 32], "tolerance": 0.0},
+            example={
+                "section": {"quant_method": "my-name"},
+                "shape": [48, 32],
+                "tolerance": 0.005,
+                "stored": f"{__name__}:as_stored",
+            },
         )
     ]

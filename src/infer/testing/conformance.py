@@ -104,7 +104,7 @@ def _declaration(kind: Kind, spec: Any) -> None:
     expect(type(spec) is contract.spec_type, f"{contract.hook} returns {contract.spec_type.__name__}, not {spec!r:.80}")
     problem = contract_problem(kind, spec) or deprecation(kind, spec)
     expect(not problem, problem)
-    for field in ("factory", "worker_factory", "config_view", "probe", "matches"):
+    for field in ("factory", "worker_factory", "config_view", "probe", "matches", "reader"):
         if getattr(spec, field, None) is not None:
             expect(callable(load(spec, field)), f"{field} {getattr(spec, field)!r} cannot be called")
 

@@ -12,12 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infer.plugins.checkpoint_format import CheckpointFormat
 from infer.plugins.platform import Ops
 from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec, WeightRole
 from infer.plugins.registry import import_reference
-from infer.testing.kits import Check, expect, load
-from infer.weights.checkpoint import TensorInfo
+from infer.testing.kits import Check, _quant_reader, expect, load
 from infer.weights.gguf_dequant import DECODERS, dequantize
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -36,7 +34,7 @@ def checks(spec: QuantMethodSpec, ops: Ops) -> Iterator[Check]:
     yield Check("matches_its_own_section", partial(_matches, spec))
     yield Check("creates_nothing_on_meta", partial(_meta, spec))
     if spec.reader is not None:
-        yield Check("reads_only_what_is_there", partial(_reads_nothing, spec))
+        yield from _quant_reader.checks(spec)
     for name in spec.dtypes:
         for body in (_shape, _product, _product_with_bias, _no_rows):
             yield Check(f"{body.__name__.strip('_')}[{name}]", partial(_run, body, spec, ops, getattr(torch, name)))
@@ -108,14 +106,6 @@ def _rows_alone(spec: QuantMethodSpec, role: WeightRole) -> None:
     rows = _drawn(spec, torch.float32)
     alone = torch.cat([method.encode(row[None], kind) for row in rows])
     expect(torch.equal(alone, method.encode(rows, kind)), "the blocks of a row depend on the rows beside it")
-
-
-def _reads_nothing(spec: QuantMethodSpec) -> None:
-    form: CheckpointFormat = load(spec, "reader")(spec.example["section"])
-    plain = {"model.norm.weight": TensorInfo("model.norm.weight", (32,), "F32", 128)}
-    for tensors in ({}, plain):
-        found = dict(form.weights(tensors))
-        expect(not found, f"weights() finds {list(found)} among {list(tensors)}")
 
 
 def _meta(spec: QuantMethodSpec) -> None:
