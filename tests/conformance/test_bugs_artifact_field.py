@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -122,11 +125,37 @@ class PadsWithZeros(Good):
         return data.ljust(count * self.profile().row_bytes, b"\0")
 
 
+class OneNumber(Good):
+    """Correct: a row is a number, without an axis."""
+
+    def profile(self) -> CaptureProfile:
+        return msgspec.structs.replace(super().profile(), row_shape=())
+
+    def select(self, tap: Tensor, tokens: Tensor, out: Tensor) -> None:
+        out.copy_(tap[0, tokens, 0])
+
+
+class LayersOfANumber(OneNumber):
+    def profile(self) -> CaptureProfile:
+        return msgspec.structs.replace(super().profile(), layer_ids=(0,))
+
+
+class NothingInARow(Good):
+    def profile(self) -> CaptureProfile:
+        return msgspec.structs.replace(super().profile(), row_shape=(0,))
+
+    def select(self, tap: Tensor, tokens: Tensor, out: Tensor) -> None:
+        """There is no cell to fill."""
+
+
 @pytest.mark.row("X-PLUGIN-KIT", "the kit fails six planted plugin bugs")
 @pytest.mark.parametrize(
     ("bug", "broken"),
     [
         (Good, set()),
+        (OneNumber, set()),
+        (LayersOfANumber, {"profile"}),
+        (NothingInARow, {"profile"}),
         (SortsTheTokens, {"select"}),
         (TakesTheFirst, {"select"}),
         (LooksAtNeighbours, {"select"}),
@@ -147,6 +176,38 @@ def test_the_kit_names_the_broken_promise(plant_bug: PlantBug, bug: type[Good], 
     failed = failures(artifact_field.checks(spec(plant_bug(bug))))
     assert failed >= broken
     assert bool(failed) == bool(broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "said"),
+    [
+        ("entropy", {}, ""),
+        ("best-logit", {}, ""),
+        ("Best", {}, r"called 'kit\.Best'; a field's name has at most 64 lower-case letters"),
+        ("b" * 65, {}, "at most 64"),
+        (
+            "moe_routes",
+            {},
+            r"a row \[layers, width\] of uint8 or uint16 or int32 with layer_ids and num_experts\. This one",
+        ),
+        ("indexer_topk", {"dtype": "int32", "row_shape": (1, 2), "layer_ids": (3,)}, "per predicted_token"),
+        ("hidden_states", {"row_shape": (1, 2), "layer_ids": (3,)}, "per predicted_token; give it another name"),
+    ],
+)
+def test_names_that_artifacts_cannot_carry_are_found(
+    plant_bug: PlantBug, name: str, profile: dict[str, Any], said: str
+) -> None:
+    class Named(Good):
+        def profile(self) -> CaptureProfile:
+            return msgspec.structs.replace(super().profile(), name=name, **profile)
+
+    named = dataclasses.replace(spec(plant_bug(Named)), name=name)
+    [check] = [check for check in artifact_field.checks(named) if check.name == "profile"]
+    if said:
+        with pytest.raises(AssertionError, match=said):
+            check.run()
+    else:
+        check.run()
 
 
 def spec(factory: str) -> ArtifactFieldSpec:

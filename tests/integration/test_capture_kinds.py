@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infer
-from infer import ConfigError
+from infer import ArtifactRefusedError, ConfigError, PluginContractError
 from infer.artifacts import ArtifactReader, ArtifactRequest, SinkTarget, open_artifact, rebuild_rows
 from infer.testing.tiny_models import random_transformers_model
 from integration.engine_support import NEAR_TIE, greedy, prompt, serve, write_checkpoint
@@ -203,6 +203,88 @@ def test_a_leaf_of_predicted_tokens(checkpoint: Path, tmp_path: Path, monkeypatc
     values = reader.field(name).values
     assert np.array_equal(values[:69], scored["token_ids"][:, 1:4])
     assert np.array_equal(values[69:], top["token_ids"][:, :3]) and not rows
+
+
+NAMES = """
+from infer.config.capture import CaptureProfile
+from infer.plugins import ArtifactFieldSpec, hookimpl
+
+
+class Largest:
+    def __init__(self, facts, name, row_shape):
+        self._profile = CaptureProfile(name=name, dtype="float32", row_shape=row_shape, model_identity=facts.model_identity)
+
+    def profile(self):
+        return self._profile
+
+    def select(self, tap, tokens, out):
+        out.copy_(tap[0].index_select(0, tokens).amax(-1).view(out.shape))
+
+    def encode(self, rows, count):
+        return rows
+
+    def decode(self, data, count):
+        return data
+
+
+def entropy(facts):
+    return Largest(facts, "entropy", ())
+
+
+def hyphens(facts):
+    return Largest(facts, "best-logit", (1, 1))
+
+
+def capitals(facts):
+    return Largest(facts, "Best", ())
+
+
+def routes(facts):
+    return Largest(facts, "indexer_topk", (1,))
+
+
+def field(name, factory):
+    return ArtifactFieldSpec(
+        name=name, api=1, factory=f"NAME:{factory}", coordinate="COORDINATE", reuse="REUSE", tap="TAP", encoding="raw",
+        example={},
+    )
+
+
+@hookimpl
+def infer_artifact_fields():
+    names = {"entropy": "entropy", "best-logit": "hyphens", "Best": "capitals", "indexer_topk": "routes"}
+    return [field(name, factory) for name, factory in names.items()]
+"""
+
+
+def test_any_name_that_is_taken_is_delivered(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin's field called as one that the format knows, with a hyphen, with a row that is one number: under its
+    distribution's name. What artifacts could not carry is refused before anything is captured."""
+    install(tmp_path, "names_leaf", "logits", "predicted_token", NAMES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    objects: list[bytes] = []
+
+    async def keep(data: bytes) -> str:
+        objects.append(bytes(data))
+        return "0"
+
+    shapes = {"names-leaf.entropy": (), "names-leaf.best-logit": (1, 1)}
+    wanted = ArtifactRequest(target=SinkTarget(keep), contents=tuple(shapes), format="generation_artifact_v2")
+    with serve(checkpoint, capture={"fields": ["entropy", "best-logit"]}, cache={"num_blocks": 24}) as engine:
+        done = engine.generate(prompt(20), greedy(5), artifact=wanted)
+        with pytest.raises(ArtifactRefusedError, match=r"does not record entropy; names-leaf\.entropy is there"):
+            engine.generate(prompt(20), greedy(5), artifact=replace(wanted, contents=("entropy",)))
+    assert done.artifact is not None and done.artifact.state == "ready"
+    ids = [*done.prompt_token_ids, *done.token_ids]
+    with torch.inference_mode():
+        right = random_transformers_model(MOE, 0).eval()(torch.tensor([ids])).logits[0, :-1].float().amax(-1)
+    reader = open_artifact(objects[0])
+    for name, shape in shapes.items():
+        assert reader.field(name).values.shape == (24, *shape)
+        np.testing.assert_allclose(reader.field(name).values.reshape(-1), right.numpy(), atol=1e-4)
+    for name, said in {"Best": "a field called 'names-leaf.Best'", "indexer_topk": "give it another name"}.items():
+        with pytest.raises(PluginContractError, match=said):
+            serve(checkpoint, capture={"fields": [name]}).__enter__()
 
 
 @pytest.mark.row(

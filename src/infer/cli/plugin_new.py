@@ -17,7 +17,8 @@ from infer.plugins.manager import build_registry
 from infer.plugins.registry import BUILTIN, KINDS, Kind
 
 PREFIX = "infer-"
-LONGEST = 60
+LONGEST = 58
+"""With the prefix 64, which is what fields of artifacts may have in front of their dot."""
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _PLACEHOLDER = re.compile("infer-my-name|infer_my_name|my-name|MyName")
 USE: dict[Kind, str] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +20,25 @@ from infer.errors import ConfigError
 
 MOE_ROUTES = "moe_routes"
 HIDDEN_STATES = "hidden_states"
+LAYERED = {
+    MOE_ROUTES: ("uint8", "uint16", "int32"),
+    HIDDEN_STATES: ("float16", "bfloat16", "float32"),
+    "indexer_topk": ("int32",),
+}
+"""Captured fields that artifacts know, with the dtypes they have there: rows of [layers, width]. Every other name is a
+plugin's own, also where an artifact has a field of that name that is not captured."""
+FIELD_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}\.[a-z][a-z0-9_-]{0,63}|[a-z][a-z0-9_]{0,63}")
+"""What a field of an artifact may be called: well known, or a plugin's, `distribution.name`."""
 TAP_ITEM_SIZE = 4
 """Bytes of a tapped integer at most."""
 ITEM_SIZES = {"uint8": 1, "uint16": 2, "int32": 4, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def artifact_name(name: str, distribution: str) -> str:
+    """What artifacts call the field `name` of a distribution. A name with a dot stays as it is."""
+    if name in LAYERED or "." in name:
+        return name
+    return f"{re.sub('[^a-z0-9_-]', '-', distribution.lower())}.{name}"
 
 
 def _listed(value: object) -> object:

@@ -22,11 +22,11 @@ from infer.artifacts.receipt import ArtifactReceipt
 from infer.artifacts.request import ArtifactRequest, Target
 from infer.artifacts.router_layout import RouterLayout
 from infer.artifacts.ticket import Ticket
-from infer.artifacts.v2.admission import NUM_TOP, first_row, most_kept, wire_name
+from infer.artifacts.v2.admission import NUM_TOP, first_row, most_kept
 from infer.artifacts.v2.capture import ChoiceEnd
 from infer.artifacts.v2.limits import FORMAT as FORMAT_V2
 from infer.artifacts.weights_digest import weights_digest
-from infer.config.capture import MOE_ROUTES, CaptureProfile, ResolvedCapture
+from infer.config.capture import MOE_ROUTES, CaptureProfile, ResolvedCapture, artifact_name
 from infer.engine.admission import PrivateOutputs
 from infer.engine.aux.rows import RequestRows
 from infer.engine.keyed_rows import check_captured_as, with_keys
@@ -70,7 +70,8 @@ class Deliveries:
         self._closed = threading.Event()
         profiles = () if parts.resolved.capture is None else parts.resolved.capture.profiles
         self._captured = {
-            wire_name(one, parts.registry.origin("artifact_field", one.name).distribution): one for one in profiles
+            artifact_name(one.name, parts.registry.origin("artifact_field", one.name).distribution): one
+            for one in profiles
         }
         specs = {name: parts.registry.get("artifact_field", one.name) for name, one in self._captured.items()}
         self._predicted = frozenset(name for name, spec in specs.items() if spec.coordinate == "predicted_token")

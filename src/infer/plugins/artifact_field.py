@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from infer.config.capture import CaptureProfile
+from infer.config.capture import FIELD_NAME, ITEM_SIZES, LAYERED, MOE_ROUTES, CaptureProfile, artifact_name
 from infer.config.model import RoutedLayer
 from infer.errors import ArtifactCorruptError
 
@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 API_VERSION = 1
+LAYERED_RANK = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactFieldSpec:
     name: str
+    """Artifacts call it `distribution.name`, but for the names in `infer.config.capture.LAYERED`. Lower-case letters, digits,
+    hyphens and underscores."""
     api: int
     factory: str
     """"module:attr", called as `factory(facts: TapFacts) -> ArtifactField`. Raises `ConfigError` for a model that cannot
@@ -76,6 +79,39 @@ class ArtifactField(Protocol):
     def decode(self, data: bytes, count: int) -> bytes:
         """The rows back. Raises `ArtifactCorruptError` for data that is not `count` rows."""
         ...
+
+
+def profile_problem(spec: ArtifactFieldSpec, profile: CaptureProfile, distribution: str) -> str:
+    """Why rows of this profile cannot be captured, or no artifact could carry them; "" when they can."""
+    called = artifact_name(spec.name, distribution)
+    rows = f"rows of shape {profile.row_shape}"
+    if profile.name != spec.name:
+        return f"its profile has the name {profile.name!r}; that must be the field's"
+    if profile.dtype not in ITEM_SIZES or profile.row_bytes < 1:
+        return (
+            f"its profile has {rows} of dtype {profile.dtype!r}; rows have a cell or more, of {', '.join(ITEM_SIZES)}"
+        )
+    if not FIELD_NAME.fullmatch(called):
+        return (
+            f"artifacts cannot have a field called {called!r}; a field's name has at most 64 lower-case letters, digits, "
+            "hyphens and underscores, a letter first, and its distribution's at most 64"
+        )
+    if profile.layer_ids and profile.row_shape[:1] != (len(profile.layer_ids),):
+        return f"its profile names {len(profile.layer_ids)} layers, and {rows} have another first axis"
+    dtypes = LAYERED.get(spec.name)
+    if dtypes is not None and not (
+        profile.dtype in dtypes
+        and len(profile.row_shape) == LAYERED_RANK
+        and profile.layer_ids
+        and spec.coordinate == "executed_token"
+        and (profile.num_experts > 0) == (spec.name == MOE_ROUTES)
+    ):
+        return (
+            f"artifacts know a field of this name: per executed token a row [layers, width] of {' or '.join(dtypes)} with "
+            f"layer_ids{' and num_experts' if spec.name == MOE_ROUTES else ''}. This one has {rows} of {profile.dtype} per "
+            f"{spec.coordinate}; give it another name"
+        )
+    return ""
 
 
 def whole_rows(profile: CaptureProfile, data: bytes, count: int) -> bytes:

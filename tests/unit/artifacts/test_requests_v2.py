@@ -19,10 +19,11 @@ from infer.artifacts.provenance import text_digest, tokenizer_digest, with_sampl
 from infer.artifacts.record import Provenance
 from infer.artifacts.request import parse_request
 from infer.artifacts.router_layout import RouterLayout
-from infer.artifacts.v2.admission import RECORDED, admit_v2, check_v2, first_row, most_kept, parent_fields, wire_name
+from infer.artifacts.v2.admission import RECORDED, admit_v2, check_v2, first_row, most_kept, parent_fields
 from infer.artifacts.v2.assembly import assembled, encode_open
 from infer.artifacts.v2.capture import EXCLUDED, ChoiceEnd, OpenCapture
-from infer.config.capture import CaptureProfile
+from infer.artifacts.v2.fields import RULES
+from infer.config.capture import FIELD_NAME, LAYERED, CaptureProfile, artifact_name
 from infer.engine.step import PositionLogprobs
 from infer.errors import ArtifactError, ArtifactRefusedError
 from infer.types import CapturedRows
@@ -290,9 +291,28 @@ def test_a_receipt_becomes_a_parent() -> None:
 
 
 def test_names_on_the_wire() -> None:
-    assert wire_name(ROUTES, "infer-engine") == "moe_routes"
-    assert wire_name(PLUGIN, "My.Dist") == "my-dist.best_expert"
-    assert wire_name(CaptureProfile(name="x.y", dtype="uint8", row_shape=(1,)), "z") == "x.y"
+    assert artifact_name("moe_routes", "infer-engine") == "moe_routes"
+    assert artifact_name("best_expert", "My.Dist") == "my-dist.best_expert"
+    assert artifact_name("best-expert", "z") == "z.best-expert"
+    assert artifact_name("x.y", "z") == "x.y"
+    assert {name for name, rule in RULES.items() if rule.executed} == set(LAYERED)
+    for name, rule in RULES.items():
+        assert artifact_name(name, "z") == (name if rule.executed else f"z.{name}"), (
+            "what is not captured stays the engine's"
+        )
+        assert rule.rank == 3 or name not in LAYERED
+    for name in ("moe_routes", "z.entropy", "my-dist.best-logit", "0.a", f"{'a' * 64}.{'b' * 64}"):
+        assert FIELD_NAME.fullmatch(name)
+    for name in ("best-logit", "z.Best", "z.1st", "z.", ".a", "a.b.c", "z.a b", f"{'a' * 65}.b", "", "z.ö"):
+        assert not FIELD_NAME.fullmatch(name)
+
+
+def test_a_field_of_a_well_known_name_is_told_from_a_plugins() -> None:
+    profile = CaptureProfile(name="entropy", dtype="float32", row_shape=())
+    limits = bounds(3, 4, captured={"my-dist.entropy": profile})
+    check_v2(request("my-dist.entropy"), limits)
+    with pytest.raises(ArtifactRefusedError, match=r"does not record entropy; my-dist\.entropy is there"):
+        check_v2(request("entropy"), limits)
 
 
 def test_digests_of_provenance(tmp_path: Any) -> None:

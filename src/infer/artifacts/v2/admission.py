@@ -19,9 +19,9 @@ from infer.artifacts.admission import (
 )
 from infer.artifacts.request import ArtifactParent, ArtifactRequest
 from infer.artifacts.v2.bounds import ArrayBound, BoundV2, FieldBound, bound_v2, field_bound
-from infer.artifacts.v2.fields import FIELD_NAME, RULES
+from infer.artifacts.v2.fields import RULES
 from infer.artifacts.v2.limits import DEFAULT_LIMITS
-from infer.config.capture import HIDDEN_STATES, MOE_ROUTES, CaptureProfile
+from infer.config.capture import FIELD_NAME, HIDDEN_STATES, MOE_ROUTES, CaptureProfile
 from infer.errors import ArtifactRefusedError
 from infer.types import SamplingParams
 
@@ -135,13 +135,6 @@ def most_kept(params: SamplingParams, vocab_size: int) -> int:
     return min(limits) if filters or len(limits) > 1 else 1
 
 
-def wire_name(profile: CaptureProfile, distribution: str) -> str:
-    """A captured field as artifacts call it: well known, or with its distribution in front."""
-    if profile.name in RULES or "." in profile.name:
-        return profile.name
-    return f"{re.sub('[^a-z0-9_-]', '-', distribution.lower())}.{profile.name}"
-
-
 def _on_both(name: str, bounds: GenerationBounds) -> bool:
     rule = RULES.get(name)
     return name in bounds.captured if rule is None else rule.part == "both"
@@ -253,7 +246,8 @@ def _cannot_fill(name: str, bounds: GenerationBounds) -> ArtifactRefusedError:
     if name == HIDDEN_STATES:
         return refuse_unsupported("hidden_states needs capture.hidden_layers to name the layers")
     if name in RULES:
-        return refuse_unsupported(f"this engine does not record {name}")
+        likely = "".join(f"; {one} is there" for one in bounds.captured if one.endswith(f".{name}"))
+        return refuse_unsupported(f"this engine does not record {name}{likely}")
     known = ", ".join((*RECORDED, *bounds.captured))
     if "." in name and FIELD_NAME.fullmatch(name):
         return refuse_unsupported(

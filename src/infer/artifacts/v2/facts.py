@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from infer.artifacts.v1.semantics import malformed
-from infer.artifacts.v2.fields import ALWAYS, ARRAY_NAME, FIELD_NAME, REQUIRED_EXTRA, RULES, FieldRule, route_dtype
+from infer.artifacts.v2.fields import ALWAYS, ARRAY_NAME, REQUIRED_EXTRA, RULES, FieldRule, route_dtype
 from infer.artifacts.v2.header import SCOPES, Array, Choice, Field, Header
 from infer.artifacts.v2.limits import ITEM_BYTES, MAX_ARRAYS, MAX_EXTENT_BYTES, MAX_RANK
+from infer.config.capture import FIELD_NAME
 
 
 def check_facts(header: Header) -> None:

@@ -44,8 +44,6 @@ RULES: Mapping[str, FieldRule] = {
 REQUIRED_EXTRA = {"topk_logprobs": "token_ids"}
 ALWAYS = "token_ids"
 """Always present: what everything else is aligned to."""
-FIELD_NAME = re.compile(r"(?:[a-z0-9][a-z0-9_-]{0,63}\.)?[a-z][a-z0-9_]{0,63}")
-"""Well known, or a plugin's: `distribution.name`."""
 ARRAY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 

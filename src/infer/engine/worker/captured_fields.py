@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infer.config.capture import ITEM_SIZES, CaptureProfile, CaptureSection
+from infer.config.capture import CaptureProfile, CaptureSection
 from infer.config.model import ModelConfig, RoutedLayer
 from infer.errors import ConfigError, PluginContractError
-from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
+from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts, profile_problem
 from infer.plugins.model import CausalLM, SupportsHiddenTaps, SupportsRouteTaps
 from infer.plugins.registry import Registry
 
@@ -40,7 +40,9 @@ def captured_fields(
             _check_routers(model, setting)
         field: ArtifactField = registry.create("artifact_field", name, facts)
         profile = field.profile()
-        _check_profile(profile, name)
+        problem = profile_problem(spec, profile, registry.origin("artifact_field", name).distribution)
+        if problem:
+            raise PluginContractError(f"artifact_field {name!r}: {problem}", plugin=name)
         found.append(CapturedField(profile, spec.tap, field))
     return facts, tuple(found)
 
@@ -87,14 +89,3 @@ def _check_spec(spec: ArtifactFieldSpec, setting: str) -> None:
         problem = "cannot be kept with the prefix cache, so that a prompt that reuses KV blocks would lack rows"
     if problem is not None:
         raise ConfigError(f"{setting}: the artifact field {spec.name} {problem}; leave it out", fields=(setting,))
-
-
-def _check_profile(profile: CaptureProfile, name: str) -> None:
-    """What a plugin gave."""
-    if profile.name != name or profile.dtype not in ITEM_SIZES or profile.row_bytes < 1:
-        raise PluginContractError(
-            f"artifact_field {name!r}: its profile has name {profile.name!r}, dtype {profile.dtype!r} and rows of shape "
-            f"{profile.row_shape}; the name must be the field's, the dtype one of {', '.join(ITEM_SIZES)}, and a row at "
-            "least one cell",
-            plugin=name,
-        )

@@ -476,6 +476,9 @@ class WithBestExpert:
             return dataclasses.replace(self.inner.get("artifact_field", MOE_ROUTES), name=name)
         return self.inner.get(kind, name)
 
+    def origin(self, kind: Any, name: str) -> Any:
+        return self.inner.origin(kind, MOE_ROUTES)
+
     def create(self, kind: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return BestExpert(*args) if name == "best_expert" else self.inner.create(kind, name, *args, **kwargs)
 
