@@ -1,4 +1,4 @@
-"""Builds docs/status.md from the results of the tests: which clauses of which capability are proven, and which are not.
+"""Builds docs/status.md from the results of the tests and of the newest GPU run: which clauses of which capability are proven.
 Runs by hand and in CI (`make status`, `--check`, `--skips`). Owns docs/status.md."""
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CAPABILITIES = ROOT / "docs" / "capabilities.tsv"
 STATUS = ROOT / "docs" / "status.md"
+GPU_RUNS = ROOT / "docs" / "gpu"
 
 MILESTONES = ("engine", "server", "")  # the order of the page; the last one is everything else
-PROVEN, WAITING, FAILING, ELSEWHERE, NOTHING = "proven", "waiting", "FAILING", "needs a GPU", "nothing yet"
+PROVEN, WAITING, FAILING, ELSEWHERE, NOTHING = "proven", "waiting", "FAILING", "waiting for a GPU run", "nothing yet"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,27 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return merged
 
 
+def read_gpu_run(directory: Path) -> dict[str, dict[str, Any]]:
+    """The checks with a row of the newest run that tests/gpu/run.sh has left there (docs/gpu.md), as tests by name."""
+    runs = [(json.loads(path.read_text("utf-8")), path.name) for path in sorted(directory.glob("*.json"))]
+    real = sorted((run["started"], name, run) for run, name in runs if not run["dry_run"])
+    if not real:
+        return {}
+    _, name, run = real[-1]
+    outcomes = {True: "passed", False: "failed", None: "not run"}
+    return {
+        f"docs/gpu/{name}: {check['part']}: {check['name']}": {
+            "outcome": outcomes[check["passed"]],
+            "reason": check["error"],
+            "rows": check["rows"],
+            "waits": [],
+            "gpu": True,
+        }
+        for check in run["checks"]
+        if check["rows"]
+    }
+
+
 def clauses_by_row(tests: Mapping[str, Mapping[str, Any]], known: Iterable[str]) -> dict[str, dict[str, Clause]]:
     """Group the marked tests. A marker with an unknown row id is a mistake in that test, not a new capability."""
     known = set(known)
@@ -93,7 +115,7 @@ def test_name(nodeid: str) -> str:
 
 def row_state(clauses: Mapping[str, Clause]) -> str:
     states = {clause.state for clause in clauses.values()}
-    return next((state for state in (FAILING, WAITING, PROVEN, ELSEWHERE) if state in states), NOTHING)
+    return next((state for state in (FAILING, WAITING, ELSEWHERE, PROVEN) if state in states), NOTHING)
 
 
 def render(rows: Mapping[str, Row], clauses: Mapping[str, Mapping[str, Clause]]) -> str:
@@ -108,17 +130,26 @@ def render(rows: Mapping[str, Row], clauses: Mapping[str, Mapping[str, Clause]])
         "which clause of which capability it proves (`@pytest.mark.row`), and what a clause still waits for "
         "(`@pytest.mark.waits`; until then the engine refuses it by name, and that refusal is what is tested). "
         "*Proven* means that every clause listed here has a passing test: read the list beside the acceptance sentence "
-        "to see what it covers.",
+        "to see what it covers. What only a GPU can show is *waiting for a GPU run* until a result of `tests/gpu/run.sh` "
+        "lies in `docs/gpu/` ([GPU kernels](gpu.md)).",
         "",
         f"{len(order)} capabilities: " + ", ".join(f"{count} {state}" for state, count in counts.items()) + ".",
     ]
     tested = [row for row in order if clauses.get(row.id)]
     missing = [row for row in order if not clauses.get(row.id)]
+    unseen = [
+        f"* `{row.id}`: {clause.text or 'the sentence'}"
+        for row in tested
+        for clause in sorted(clauses[row.id].values(), key=lambda item: item.text)
+        if clause.state == ELSEWHERE
+    ]
     for milestone in MILESTONES:
         chosen = [row for row in tested if row.milestone == milestone]
         if chosen:
             page += ["", f"## {f'The {milestone}' if milestone else 'Everything else that has tests'}"]
             page += [line for row in chosen for line in render_row(row, clauses[row.id])]
+    if unseen:
+        page += ["", "## Waiting for a GPU run", "", *unseen]
     if missing:
         page += ["", "## Nothing yet", ""]
         page += [f"* `{row.id}` {f'({row.milestone}) ' if row.milestone else ''}{row.description}" for row in missing]
@@ -147,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="fail when docs/status.md is not what would be written")
     parser.add_argument("--skips", action="store_true", help="print the tests that did not run, and why")
     options = parser.parse_args(arguments)
-    tests = read_results(options.results)
+    tests = read_results(options.results) | read_gpu_run(GPU_RUNS)
     if options.skips:
         print_skips(tests)
         return 0

@@ -135,8 +135,9 @@ def entry(outcome: str, *rows: tuple[str, str], waits: tuple[str, ...] = ()) -> 
         ([entry("passed", ("R", "a")), entry("skipped", ("R", "a"))], "FAILING"),
         ([entry("passed", ("R", "a")), entry("xfailed", ("R", "b"))], "FAILING"),
         ([entry("passed", ("R", "a")), entry("passed", ("R", "b"), waits=("LATER",))], "waiting"),
-        ([entry("passed", ("R", "a")), entry("not run", ("R", "b"))], "proven"),
-        ([entry("not run", ("R", "a"))], "needs a GPU"),
+        ([entry("passed", ("R", "a")), entry("not run", ("R", "b"))], "waiting for a GPU run"),
+        ([entry("passed", ("R", "a")), entry("not run", ("R", "a"))], "proven"),
+        ([entry("not run", ("R", "a"))], "waiting for a GPU run"),
         ([entry("passed", ("OTHER", "a"))], "nothing yet"),
     ],
 )
@@ -162,7 +163,34 @@ def test_the_page_puts_the_milestone_first_and_counts(status: ModuleType) -> Non
     page = status.render(rows, status.clauses_by_row(tests, rows))
     assert page.index("### EARLY: proven") < page.index("### LATE: proven") < page.index("* `NONE` NONE does")
     assert page.count("`t.py::test_b`") == 1
-    assert "3 capabilities: 2 proven, 0 waiting, 0 FAILING, 0 needs a GPU, 1 nothing yet." in page
+    assert "3 capabilities: 2 proven, 0 waiting, 0 FAILING, 0 waiting for a GPU run, 1 nothing yet." in page
+
+
+def gpu_run(directory: Path, name: str, started: str, passed: bool | None, *, dry_run: bool = False) -> None:
+    check = {"part": "trace", "name": "graphs", "passed": passed, "error": "", "rows": [["GPU", "replayed"]]}
+    plain = {"part": "ops", "name": "linear", "passed": False, "error": "", "rows": []}
+    made = {"started": started, "dry_run": dry_run, "checks": [check, plain]}
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(json.dumps(made), "utf-8")
+
+
+def test_what_only_a_gpu_shows_is_listed_until_a_run_has_shown_it(status: ModuleType, tmp_path: Path) -> None:
+    rows = {name: status.Row(name, "area", "", f"{name} does", f"{name} holds") for name in ("GPU", "CPU")}
+    tests = {"t.py::test_a": entry("passed", ("CPU", "one")), "t.py::test_b": entry("not run", ("GPU", "replayed"))}
+
+    def page() -> str:
+        return str(status.render(rows, status.clauses_by_row(tests | status.read_gpu_run(tmp_path), rows)))
+
+    assert "## Waiting for a GPU run\n\n* `GPU`: replayed\n" in page()
+    gpu_run(tmp_path, "dry.json", "2026-03-01T00:00:00Z", True, dry_run=True)
+    assert "### GPU: waiting for a GPU run" in page(), "a dry run proves nothing"
+    gpu_run(tmp_path, "b.json", "2026-01-01T00:00:00Z", False)
+    assert "### GPU: FAILING" in page()
+    gpu_run(tmp_path, "a.json", "2026-02-01T00:00:00Z", True)
+    assert "### GPU: proven" in page() and "`docs/gpu/a.json: trace: graphs`" in page()
+    assert "## Waiting for a GPU run" not in page()
+    gpu_run(tmp_path, "c.json", "2026-02-02T00:00:00Z", None)
+    assert "### GPU: waiting for a GPU run" in page(), "the newest run counts"
 
 
 def test_check_notices_a_page_that_is_not_current(

@@ -12,10 +12,7 @@ from infer import (
     EngineConfig,
     InvalidRequestError,
     SamplingParams,
-    UnknownPluginError,
 )
-from infer.config.engine import PluginsSection
-from infer.plugins.manager import build_registry
 from served import letters_engine
 
 LATER_SETTINGS = [
@@ -64,15 +61,6 @@ async def test_an_argument_of_a_later_feature_is_refused_by_name(name: str, valu
         assert (refused.value.parameter, refused.value.value) == (name, value)
         done = await engine.generate("abc", SamplingParams(max_tokens=2))
         assert done.artifact is None
-
-
-@pytest.mark.row("ENG-ASYNC-SCHED", "on a GPU the gap between kernels of adjacent steps shrinks")
-@pytest.mark.row("KV-SIZING", "on a GPU only this process's own use is counted")
-@pytest.mark.row("ATTN-SLIDING-WINDOW", "tokens equal to the CPU reference for each GPU backend")
-@pytest.mark.waits("ENG-CUDAGRAPH")
-def test_a_gpu_platform_is_refused_by_name() -> None:
-    with pytest.raises(UnknownPluginError, match=r"'cuda'.*reference"):
-        build_registry(PluginsSection()).get("platform", "cuda")
 
 
 @pytest.mark.anyio

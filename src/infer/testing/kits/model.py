@@ -31,10 +31,13 @@ PROMPT_LENGTH = 40
 TOLERANCE = 2e-4
 
 
-def checks(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> Iterator[Check]:
-    """`ops` and `quant` are a correct platform's and method's, usually the reference's and the unquantized one."""
-    for body in (_meta, _weights, _kv_layout, _chunks, _batch, _hidden_taps, _route_taps):
-        yield Check(body.__name__.strip("_"), partial(body, spec, ops, quant))
+def checks(spec: ModelSpec, ops: Ops, quant: QuantMethod, device: str = "cpu") -> Iterator[Check]:
+    """`ops` and `quant` are a correct platform's and method's, usually the reference's and the unquantized one; `device` is
+    where these ops compute, which is in fp32 here."""
+    for planned in (_meta, _weights, _kv_layout):
+        yield Check(planned.__name__.strip("_"), partial(planned, spec, ops, quant))
+    for body in (_chunks, _batch, _hidden_taps, _route_taps):
+        yield Check(body.__name__.strip("_"), partial(body, spec, ops, quant, device))
     yield Check("typed_errors_for_bad_facts", partial(_bad_facts, spec))
     if spec.gguf is not None:
         yield Check("gguf_names_every_weight", partial(_gguf, spec, ops, quant))
@@ -44,8 +47,8 @@ def _plan(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> CausalLM:
     return build_model(spec, model_config(spec.example), ops=ops, quant=quant, device="meta")
 
 
-def _random(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> CausalLM:
-    model = build_model(spec, model_config(spec.example), ops=ops, quant=quant)
+def _random(spec: ModelSpec, ops: Ops, quant: QuantMethod, device: str) -> CausalLM:
+    model = build_model(spec, model_config(spec.example), ops=ops, quant=quant, device=device)
     generator = torch.Generator().manual_seed(0)
     shapes = _source_shapes(model)
     load_weights(model, DictCheckpoint({n: torch.randn(s, generator=generator) * 0.3 for n, s in shapes.items()}))
@@ -100,14 +103,14 @@ def _prompt(spec: ModelSpec, seed: int, length: int = PROMPT_LENGTH) -> list[int
     return ids
 
 
-def _whole(model: CausalLM, prompt: list[int]) -> Tensor:
-    return PagedDriver(model).step([("a", prompt)])[0]
+def _whole(model: CausalLM, prompt: list[int], device: str) -> Tensor:
+    return PagedDriver(model, device=device).step([("a", prompt)])[0]
 
 
-def _chunks(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
+def _chunks(spec: ModelSpec, ops: Ops, quant: QuantMethod, device: str) -> None:
     """A prompt in chunks, its end token by token, gives the logits of the whole."""
-    model, prompt = _random(spec, ops, quant), _prompt(spec, 1)
-    whole, driver = _whole(model, prompt), PagedDriver(model)
+    model, prompt = _random(spec, ops, quant, device), _prompt(spec, 1)
+    whole, driver = _whole(model, prompt, device), PagedDriver(model, device=device)
     expect(tuple(whole.shape) == (PROMPT_LENGTH, spec.example["vocab_size"]), f"logits of shape {tuple(whole.shape)}")
     expect(whole.dtype == torch.float32 and bool(whole.isfinite().all()), "logits are not finite float32")
     cuts = [0, 7, 8, 20, 33, *range(34, PROMPT_LENGTH + 1)]
@@ -115,26 +118,26 @@ def _chunks(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
     _close(torch.cat(pieces), whole, "a prompt in chunks and one that is whole disagree")
 
 
-def _batch(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
+def _batch(spec: ModelSpec, ops: Ops, quant: QuantMethod, device: str) -> None:
     """Requests in one batch do not see each other."""
-    model = _random(spec, ops, quant)
+    model = _random(spec, ops, quant, device)
     prompts = {
         name: _prompt(spec, seed, length) for seed, (name, length) in enumerate((("a", 40), ("b", 1), ("c", 13)))
     }
-    driver = PagedDriver(model)
+    driver = PagedDriver(model, device=device)
     driver.step([("a", prompts["a"][:20])])
     together = driver.step([("a", prompts["a"][20:]), ("b", prompts["b"]), ("c", prompts["c"])])
     for name, logits in zip(prompts, together, strict=True):
-        alone = _whole(model, prompts[name])
+        alone = _whole(model, prompts[name], device)
         _close(logits, alone[-len(logits) :], f"request {name!r} alone and in a batch disagree")
 
 
-def _hidden_taps(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
-    check_hidden(_random(spec, ops, quant), spec.example, _prompt(spec, 2))
+def _hidden_taps(spec: ModelSpec, ops: Ops, quant: QuantMethod, device: str) -> None:
+    check_hidden(_random(spec, ops, quant, device), spec.example, _prompt(spec, 2), device)
 
 
-def _route_taps(spec: ModelSpec, ops: Ops, quant: QuantMethod) -> None:
-    check_routes(_random(spec, ops, quant), _prompt(spec, 2))
+def _route_taps(spec: ModelSpec, ops: Ops, quant: QuantMethod, device: str) -> None:
+    check_routes(_random(spec, ops, quant, device), _prompt(spec, 2), device)
 
 
 def _close(found: Tensor, expected: Tensor, message: str) -> None:
