@@ -168,5 +168,17 @@ def test_the_kit_reads_the_example(plant_bug: PlantBug, calls: list[Any], broken
     assert failures(checks) == {broken}
 
 
+def test_an_endpoint_works_with_its_defaults(plant_bug: PlantBug) -> None:
+    """The example gives an option without which it has no routes."""
+
+    def make(server: EndpointServer) -> Sequence[EndpointRoute]:
+        return Good(server).routes() if server.options["on"] else []
+
+    with_options = dataclasses.replace(
+        spec(plant_bug(make)), options={"on": False}, example=EXAMPLE | {"options": {"on": True}}
+    )
+    assert failures(endpoint.checks(with_options)) == {"options"}
+
+
 def spec(factory: str) -> EndpointSpec:
     return EndpointSpec(name="bug", api=1, factory=factory, example=EXAMPLE)

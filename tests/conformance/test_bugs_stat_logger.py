@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sqlite3
 import threading
@@ -156,6 +157,34 @@ def test_one_that_hangs_fails_instead_of_hanging_the_kit(plant_bug: PlantBug, mo
     with pytest.raises(AssertionError, match=r"has not returned for 0\.2 seconds"):
         check.run()
     Hangs.go.set()
+
+
+class NeedsAnOption(Good):
+    def __init__(self, facts: EngineFacts) -> None:
+        super().__init__(facts)
+        self.path: str = facts.options["path"].lower()
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "broken"),
+    [
+        ({"path": "/x"}, {}, set()),
+        ({"path": None}, {"path": "/x"}, {"options"}),
+        ({"path": "/x", "Bad-Name": 1}, {}, {"options"}),
+        ({"path": "/x", "at": (1, 2)}, {}, {"options"}),
+    ],
+    ids=["correct", "no default that works", "a name", "a default that is no JSON"],
+)
+def test_options_are_checked(
+    plant_bug: PlantBug, options: dict[str, Any], given: dict[str, Any], broken: set[str]
+) -> None:
+    with_options = dataclasses.replace(spec(plant_bug(NeedsAnOption)), options=options, example={"options": given})
+    assert failures(stat_logger.checks(with_options)) == broken
+
+
+def test_an_example_gives_only_options_that_are_declared(plant_bug: PlantBug) -> None:
+    with_options = dataclasses.replace(spec(plant_bug(Good)), example={"options": {"path": "/x"}})
+    assert failures(stat_logger.checks(with_options)) >= {"steps", "no_steps"}
 
 
 def spec(factory: str) -> StatLoggerSpec:

@@ -72,7 +72,9 @@ def build_context(
         responses=responses,
     )
     server = EndpointServer(engine=engine, model_names=context.model_names)
-    context.endpoint_routes = open_endpoints(engine.registry, settings.endpoints, server, context.endpoint_outcomes)
+    context.endpoint_routes = open_endpoints(
+        engine.registry, settings.endpoints, server, context.endpoint_outcomes, settings.endpoint_options
+    )
     return context
 
 

@@ -5,6 +5,7 @@ Made once per server; calls run in request tasks. Owns the counts of what became
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from infer.api.routing import ApiRoute, Call
 from infer.api.sse import EventStream
 from infer.errors import InferError, PluginConflictError, PluginContractError
 from infer.plugins.endpoint import EndpointReply, EndpointRoute, EndpointServer
+from infer.plugins.options import plugin_options
 from infer.plugins.registry import Origin, Registry
 
 logger = logging.getLogger(__name__)
@@ -28,13 +30,20 @@ _METHODS = ("GET", "POST", "DELETE")
 
 
 def open_endpoints(
-    registry: Registry, names: Iterable[str], server: EndpointServer, outcomes: Counter[tuple[str, str]]
+    registry: Registry,
+    names: Iterable[str],
+    server: EndpointServer,
+    outcomes: Counter[tuple[str, str]],
+    options: Mapping[str, Mapping[str, Any]],
 ) -> list[ApiRoute]:
-    """The routes of the named endpoints; `outcomes` counts what becomes of their calls. Raises `PluginError`."""
+    """The routes of the named endpoints, each with its options; `outcomes` counts what becomes of their calls. Raises
+    `PluginError`, or `ConfigError` for options."""
     found: list[ApiRoute] = []
     for name in dict.fromkeys(names):
         origin = registry.origin("endpoint", name)
-        made = registry.create("endpoint", name, server)
+        declared = registry.get("endpoint", name).options
+        own = plugin_options(f"endpoint {name!r}", declared, options.get(name, {}), "api.endpoint_options")
+        made = registry.create("endpoint", name, dataclasses.replace(server, options=own))
         problem = routes_problem(made)
         if problem:
             raise PluginContractError(f"endpoint {name!r} of {origin}: {problem}", plugin=name)

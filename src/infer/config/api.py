@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 
-from infer.config.section import Section, listed
+from infer.config.section import Section, by_plugin, listed
 from infer.config.units import parse_bytes
 
 
@@ -86,5 +86,9 @@ class ApiSection(Section):
     text."""
     endpoints: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
     """Endpoint plugins whose routes are served, by name; an installed one that is not named adds nothing."""
+    endpoint_options: Annotated[dict[str, dict[str, Any]], BeforeValidator(by_plugin), Field(repr=False)] = Field(
+        default_factory=dict
+    )
+    """Options of these, by plugin name, as JSON: {"count-words": {"max_tokens": 64}}. Never logged: they may hold a password."""
     tokenizer_info: bool = False
     """Serve /tokenizer_info, which shows the chat template."""

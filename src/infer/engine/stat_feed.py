@@ -9,15 +9,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from infer.errors import PluginContractError
+from infer.plugins.options import plugin_options
 from infer.plugins.registry import BUILTIN, Registry
 from infer.plugins.stat_logger import EngineFacts, StatLogger, StepSnapshot
 
@@ -66,13 +68,20 @@ class StatFeed:
         for reader in self._readers:
             reader.put(snapshot)
 
-    async def open(self, registry: Registry, names: Sequence[str], facts: EngineFacts) -> None:
-        """Make the named loggers, each on its thread. Raises `PluginError`; then, and when cancelled, all are
-        told to end."""
+    async def open(
+        self,
+        registry: Registry,
+        names: Sequence[str],
+        facts: EngineFacts,
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Make the named loggers, each on its thread and with its options. Raises `PluginError`, or `ConfigError` for
+        options; then, and when cancelled, all are told to end."""
         try:
             for name in dict.fromkeys(names):
                 label = f"stat logger {name!r} of {registry.origin('stat_logger', name)}"
-                reader = LoggerThread(partial(_made, registry, name, facts), label)
+                own = msgspec.structs.replace(facts, options=logger_options(registry, name, options))
+                reader = LoggerThread(partial(_made, registry, name, own), label)
                 self._readers.append(reader)
                 await anyio.to_thread.run_sync(reader.opened, abandon_on_cancel=True)
         except BaseException:
@@ -101,6 +110,12 @@ def engine_facts(model: str, resolved: ResolvedConfig, max_model_len: int) -> En
         block_size=resolved.cache.block_size,
         version=version(BUILTIN),
     )
+
+
+def logger_options(registry: Registry, name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one logger. Raises `PluginError` when it is not there, `ConfigError` for an option that it does not take."""
+    declared, setting = registry.get("stat_logger", name).options, "plugins.stat_logger_options"
+    return plugin_options(f"stat_logger {name!r}", declared, options.get(name, {}), setting)
 
 
 def _made(registry: Registry, name: str, facts: EngineFacts) -> StatLogger:

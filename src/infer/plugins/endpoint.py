@@ -23,9 +23,13 @@ class EndpointSpec:
     factory: str
     """"module:attr", called as `factory(server: EndpointServer) -> Sequence[EndpointRoute]`, once per server."""
     example: dict[str, Any]
-    """{"calls": [{"method": "POST", "path": "/x/1?y=2", "data": JSON object, "status": 200, "reply": JSON, "events": n}, ...]}.
-    The kit makes them of a server whose model answers every prompt with "hello". status is 200 unless given, reply the whole
-    JSON reply, events the number of events of a stream; what is left out is not looked at."""
+    """{"calls": [{"method": "POST", "path": "/x/1?y=2", "data": JSON object, "status": 200, "reply": JSON, "events": n}, ...],
+    "options": given to it over the defaults}. The kit makes the calls of a server whose model answers every prompt with
+    "hello". status is 200 unless given, reply the whole JSON reply, events the number of events of a stream; what is left out is
+    not looked at."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options that `api.endpoint_options` may give it, each with its default, as JSON has them. Values given have the default's
+    type; a default of None takes any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,9 @@ class EndpointServer:
     """Open as long as the server runs. Its public methods and properties are the contract, nothing behind them."""
     model_names: tuple[str, ...]
     """Names that requests may use for the model, the first in replies."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """All that the spec declares: the operator's value or the default. A factory raises `ConfigError` for a value that it
+    cannot take."""
 
 
 class EndpointEvents(Protocol):

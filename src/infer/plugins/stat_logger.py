@@ -6,7 +6,7 @@ Made, called and closed on a thread of its own, one per logger and engine; steps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -22,7 +22,10 @@ class StatLoggerSpec:
     factory: str
     """"module:attr", called as `factory(facts: EngineFacts) -> StatLogger` when an engine that names it starts."""
     example: dict[str, Any]
-    """Nothing is read from it: {}."""
+    """{"options": options that the kit gives it, over the defaults}, or {}."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options that `plugins.stat_logger_options` may give it, each with its default, as JSON has them. Values given have the
+    default's type; a default of None takes any."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,9 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a block."""
     version: str
     """Of the engine."""
+    options: dict[str, Any] = {}
+    """All that the spec declares: the operator's value or the default. A logger raises `ConfigError` for a value that it cannot
+    take."""
 
 
 class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A line in the log for every ten seconds of work: tokens, steps, requests, the KV cache and its hits.
+"""A line in the log for every ten (option `seconds`) seconds of work: tokens, steps, requests, the KV cache and its hits.
 
 Runs on a thread of its own; owns the counters of its last line.
 """
@@ -6,12 +6,13 @@ Runs on a thread of its own; owns the counters of its last line.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
+from infer.errors import ConfigError
 from infer.plugins import EngineFacts, StatLoggerSpec, StepSnapshot, hookimpl
 from infer.plugins.stat_logger import API_VERSION
 
-SECONDS = 10.0
 NOTHING = StepSnapshot(
     at=0.0,
     step=0,
@@ -33,6 +34,12 @@ logger = logging.getLogger("infer.stats")
 class LogLines:
     def __init__(self, facts: EngineFacts) -> None:
         self._model = facts.model
+        self._seconds: float = facts.options["seconds"]
+        if not 0 < self._seconds < math.inf:
+            raise ConfigError(
+                f"stat_logger 'log': seconds={self._seconds} between two lines; write a number above 0",
+                fields=("plugins.stat_logger_options",),
+            )
         self._since = 0.0
         self._said = NOTHING
         self._now = NOTHING
@@ -42,7 +49,7 @@ class LogLines:
             if self._now.step == self._said.step:  # the first one of a line
                 self._since = step.at
             self._now = step
-            if step.at - self._since >= SECONDS:
+            if step.at - self._since >= self._seconds:
                 self._say()
 
     def close(self) -> None:
@@ -75,4 +82,12 @@ def create(facts: EngineFacts) -> LogLines:
 
 @hookimpl
 def infer_stat_loggers() -> list[StatLoggerSpec]:
-    return [StatLoggerSpec(name="log", api=API_VERSION, factory=f"{__name__}:create", example={})]
+    return [
+        StatLoggerSpec(
+            name="log",
+            api=API_VERSION,
+            factory=f"{__name__}:create",
+            example={"options": {"seconds": 0.5}},
+            options={"seconds": 10.0},
+        )
+    ]

@@ -8,12 +8,11 @@ from __future__ import annotations
 from infer import InvalidRequestError, SamplingParams
 from infer.plugins import EndpointCall, EndpointReply, EndpointRoute, EndpointServer, EndpointSpec, hookimpl
 
-PARAMS = SamplingParams(max_tokens=16, temperature=0)
-
 
 class CountWords:
     def __init__(self, server: EndpointServer) -> None:
         self._engine, self._model = server.engine, server.model_names[0]
+        self._params = SamplingParams(max_tokens=server.options["max_tokens"], temperature=0)
 
     async def count(self, call: EndpointCall) -> EndpointReply | None:
         prompt, stream = call.data.get("prompt"), call.data.get("stream", False)
@@ -24,11 +23,11 @@ class CountWords:
         if stream:
             await self._stream(call, prompt)
             return None  # ends the stream
-        done = await self._engine.generate(prompt, PARAMS, request_id=call.request_id)
+        done = await self._engine.generate(prompt, self._params, request_id=call.request_id)
         return EndpointReply(data={"model": self._model, "words": len(done.text.split())})
 
     async def _stream(self, call: EndpointCall, prompt: str) -> None:
-        async with self._engine.stream(prompt, PARAMS, request_id=call.request_id) as answer:
+        async with self._engine.stream(prompt, self._params, request_id=call.request_id) as answer:
             events = await call.open_events()
             text = ""
             async for delta in answer:
@@ -50,4 +49,12 @@ CALLS = [  # the kit makes them of a server whose model answers "hello" to every
 
 @hookimpl
 def infer_endpoints() -> list[EndpointSpec]:
-    return [EndpointSpec(name="my-name", api=1, factory=f"{__name__}:create", example={"calls": CALLS})]
+    return [
+        EndpointSpec(
+            name="my-name",
+            api=1,
+            factory=f"{__name__}:create",
+            example={"calls": CALLS},
+            options={"max_tokens": 16},  # api.endpoint_options={"my-name": {"max_tokens": 64}} gives it another
+        )
+    ]

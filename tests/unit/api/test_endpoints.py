@@ -13,7 +13,7 @@ from api_server import HELLO, MODEL, api_settings, events, in_process, on_loopba
 from infer.api.app import all_routes, build_context
 from infer.api.endpoints import overlap
 from infer.config.engine import EngineConfig
-from infer.errors import PluginConflictError, PluginContractError, UnknownPluginError
+from infer.errors import ConfigError, PluginConflictError, PluginContractError, UnknownPluginError
 from planted_plugins import Plant, plant
 
 __all__ = ["plant"]
@@ -50,6 +50,9 @@ SOURCE = """
     async def forgets(call):
         return {"a": 1}
 
+    async def options(call):
+        return EndpointReply(data=server.options)
+
     async def waits(call):
         await anyio.sleep_forever()
 
@@ -63,6 +66,7 @@ SOURCE = """
             EndpointRoute(method="GET", path="/own/headers", handler=shows),
             EndpointRoute(method="GET", path="/own/breaks", handler=breaks),
             EndpointRoute(method="GET", path="/own/forgets", handler=forgets),
+            EndpointRoute(method="GET", path="/own/options", handler=options),
             EndpointRoute(method="GET", path="/own/waits", handler=waits),
             EndpointRoute(method="DELETE", path="/own/waits", handler=raw),
         ]
@@ -72,7 +76,8 @@ SOURCE = """
 
     @hookimpl
     def infer_endpoints():
-        return [EndpointSpec(name=name, api=1, factory=f"planted_{dist}:{{f}}", example={{}}) for name, f in {names}]
+        return [EndpointSpec(name=name, api=1, factory=f"planted_{dist}:{{f}}", example={{}},
+                             options={"limit": 5, "words": []}) for name, f in {names}]
 """
 
 
@@ -95,6 +100,16 @@ async def test_a_route_answers_from_the_engine_and_shows_in_the_description(plan
     assert reply.headers["x-request-id"]
     assert described["summary"] == "Says it"
     assert described["parameters"][0]["name"] == "tokens"
+
+
+async def test_options_reach_the_endpoint_over_its_defaults(plant: Plant) -> None:
+    install(plant)
+    async with in_process(settings={**NAMED, "endpoint_options": {"own": {"words": ["a"]}}}) as (client, _):
+        assert (await client.get("/own/options")).json() == {"limit": 5, "words": ["a"]}
+    for given, said in (({"own": {"limits": 1}}, "did you mean 'limit'"), ({"own": {"limit": "1"}}, "a whole number")):
+        with pytest.raises(ConfigError, match=rf"^api\.endpoint_options: .*{said}"):
+            async with in_process(settings={**NAMED, "endpoint_options": given}):
+                pass
 
 
 async def test_an_endpoint_that_the_config_does_not_name_adds_nothing(plant: Plant) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from infer import EngineConfig, SamplingParams
 from infer.engine import stat_feed
 from infer.engine.engine import Engine
+from infer.engine.startup import check_named
 from infer.engine.stat_feed import LoggerThread
-from infer.errors import PluginContractError, PluginError, PluginLoadError, UnknownPluginError
+from infer.errors import ConfigError, PluginContractError, PluginError, PluginLoadError, UnknownPluginError
+from infer.plugins import build_registry
 from infer.plugins.stat_logger import StepSnapshot
 from infer.stat_loggers.log import create
 from infer.testing.fake_engine import fake_engine, scripted
@@ -80,7 +83,8 @@ SOURCE = """
 
     @hookimpl
     def infer_stat_loggers():
-        return [StatLoggerSpec(name=made.__name__, api=1, factory=f"planted_alpha:{made.__name__}", example={})
+        return [StatLoggerSpec(name=made.__name__, api=1, factory=f"planted_alpha:{made.__name__}", example={},
+                               options={"host": "localhost", "port": 1} if made is Keeps else {})
                 for made in (Keeps, Raises, Waits, NoClose, Explodes, Hangs, Slow)]
 """
 
@@ -281,7 +285,7 @@ async def test_the_built_in_one_writes_a_line(caplog: pytest.LogCaptureFixture) 
 
 
 def test_its_lines_come_every_ten_seconds_and_leave_no_token_out(caplog: pytest.LogCaptureFixture) -> None:
-    made = create(kit_facts())
+    made = create(kit_facts(options={"seconds": 10.0}))
     with caplog.at_level(logging.INFO, "infer.stats"):
         for step in range(1, 26):
             made.record([snapshot(step, output_tokens=3 * step)], 0)
@@ -290,3 +294,35 @@ def test_its_lines_come_every_ten_seconds_and_leave_no_token_out(caplog: pytest.
     lines = [record.getMessage() for record in caplog.records]
     assert [int(line.split(" output tokens")[0].rsplit(" ", 1)[1]) for line in lines] == [33, 33, 9]
     assert [line.split(" steps, ")[1].split(" s;")[0] for line in lines] == ["10.0", "10.0", "2.0"]
+
+
+@pytest.mark.anyio
+async def test_options_reach_their_logger_over_its_defaults(planted: Any) -> None:
+    named = {"stat_loggers": ("Keeps", "Raises"), "stat_logger_options": {"Keeps": {"port": 9125}}}
+    config = EngineConfig(cache={"num_blocks": 64}, plugins=named)
+    async with fake_engine(scripted("Hello!"), config):
+        assert stray()
+    assert [facts.options for facts in planted.facts] == [{"host": "localhost", "port": 9125}, {}]
+    for options, said in (({"Keeps": {"prot": 1}}, "did you mean 'port'"), ({"Raises": {"port": 1}}, "it takes none")):
+        wrong = EngineConfig(cache={"num_blocks": 64}, plugins={**named, "stat_logger_options": options})
+        with pytest.raises(ConfigError, match=said):
+            async with fake_engine(scripted("Hello!"), wrong):
+                pass
+    assert stray() == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+async def test_the_built_in_one_refuses_times_that_are_none(seconds: float) -> None:
+    named = {"stat_loggers": ("log",), "stat_logger_options": {"log": {"seconds": seconds}}}
+    with pytest.raises(ConfigError, match="write a number above 0"):
+        async with fake_engine(scripted("Hello!"), EngineConfig(cache={"num_blocks": 64}, plugins=named)):
+            pass
+    assert stray() == []
+
+
+def test_wrong_options_are_told_before_weights_are_read(planted: Any) -> None:
+    """Also of endpoints, which are made much later."""
+    config = EngineConfig(plugins={"stat_loggers": "log", "stat_logger_options": {"log": {"minutes": 1}}})
+    with pytest.raises(ConfigError, match="stat_logger 'log' has no option 'minutes'; it takes seconds"):
+        check_named(config, build_registry(config.plugins))

@@ -19,6 +19,7 @@ from infer.config.engine import ApiSection, EngineConfig
 from infer.engine.engine import Engine
 from infer.errors import QueueFullError
 from infer.plugins.endpoint import EndpointServer, EndpointSpec
+from infer.plugins.options import declaration_problem
 from infer.plugins.registry import Kind, KindScan, Origin, Registry
 from infer.testing.fake_engine import fake_engine, scripted
 from infer.testing.fake_executor import FakeWorker, NextToken
@@ -63,7 +64,7 @@ class Bench:
 def checks(spec: EndpointSpec) -> Iterator[Check]:
     """The example's calls must be some, and all work."""
     bodies: tuple[Callable[[EndpointSpec, Any], Awaitable[None]], ...] = (
-        *(_routes, _answers_its_examples, _refuses_hostile_bodies, _calls_stand_alone, _many_at_once),
+        *(_options, _routes, _answers_its_examples, _refuses_hostile_bodies, _calls_stand_alone, _many_at_once),
         *(_leaves_when_the_client_does, _passes_refusals_on, _survives_a_failed_step),
     )
     yield Check("example", partial(_example, spec))
@@ -83,9 +84,12 @@ def _run(body: Callable[[EndpointSpec, Any], Awaitable[None]], spec: EndpointSpe
 class _Opened:
     """A server in this process: `async with`."""
 
-    def __init__(self, spec: EndpointSpec, next_token: NextToken | None = None, latency: float = 0.0) -> None:
+    def __init__(
+        self, spec: EndpointSpec, next_token: NextToken | None = None, latency: float = 0.0, defaults: bool = False
+    ) -> None:
         config = EngineConfig(cache={"num_blocks": 4096}, plugins={"allow": ()})
         self._spec = spec
+        self._options = {} if defaults else {spec.name: spec.example.get("options", {})}
         self._workers: list[FakeWorker] = []
         self._engine = fake_engine(
             next_token or scripted(ANSWER), config, latency=latency, on_worker=self._workers.append
@@ -96,7 +100,7 @@ class _Opened:
         try:
             context = build_context(engine, ApiSection(served_model_names=("kit",)))
             server = EndpointServer(engine=engine, model_names=context.model_names)
-            routes = open_endpoints(_registry(self._spec), [self._spec.name], server, Counter())
+            routes = open_endpoints(_registry(self._spec), [self._spec.name], server, Counter(), self._options)
             context.endpoint_routes = routes
             pairs = tuple((route.method, route.path) for route in routes)
             return Bench(build_app(context), engine, self._workers[0], pairs)
@@ -163,6 +167,13 @@ def _example(spec: EndpointSpec) -> None:
     expect(isinstance(calls, list) and calls, 'the example has no "calls"')
     for call in calls or ():
         expect(call.get("method") in _METHODS and str(call.get("path", "")).startswith("/"), f"{call} is no call")
+
+
+async def _options(spec: EndpointSpec, calls: list[dict[str, Any]]) -> None:
+    """They are declared as plain data, and the defaults alone will do."""
+    expect(not declaration_problem(spec.options), declaration_problem(spec.options))
+    async with _Opened(spec, defaults=True) as bench:
+        expect(bench.routes, "without options of its own it has no routes")
 
 
 async def _routes(spec: EndpointSpec, calls: list[dict[str, Any]]) -> None:

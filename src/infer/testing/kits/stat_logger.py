@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+from infer.plugins.options import declaration_problem, plugin_options
 from infer.plugins.stat_logger import EngineFacts, StatLogger, StatLoggerSpec, StepSnapshot
 from infer.testing.kits import Check, expect, load
 
@@ -19,8 +21,9 @@ SECONDS = 60.0
 
 
 def checks(spec: StatLoggerSpec) -> Iterator[Check]:
-    """Nothing is read from the spec's example."""
+    """Options in the spec's example are given to it over its defaults."""
     for body in (
+        _options,
         _steps,
         _idle_engine,
         _large_numbers,
@@ -33,7 +36,7 @@ def checks(spec: StatLoggerSpec) -> Iterator[Check]:
         yield Check(body.__name__.strip("_"), partial(_in_a_thread, partial(body, spec)))
 
 
-def facts(model: str = "kit") -> EngineFacts:
+def facts(model: str = "kit", options: dict[str, Any] | None = None) -> EngineFacts:
     return EngineFacts(
         model=model,
         platform="cpu",
@@ -43,6 +46,7 @@ def facts(model: str = "kit") -> EngineFacts:
         num_blocks=64,
         block_size=16,
         version="0",
+        options=options or {},
     )
 
 
@@ -81,8 +85,9 @@ def _in_a_thread(body: Callable[[], None]) -> None:
         raise failure
 
 
-def _made(spec: StatLoggerSpec, model: str = "kit") -> StatLogger:
-    made: StatLogger = load(spec)(facts(model))
+def _made(spec: StatLoggerSpec, model: str = "kit", defaults: bool = False) -> StatLogger:
+    given = {} if defaults else spec.example.get("options", {})
+    made: StatLogger = load(spec)(facts(model, plugin_options("it", spec.options, given, "example")))
     return made
 
 
@@ -105,6 +110,14 @@ def _nothing(answer: object, what: str) -> None:
         raise AssertionError(
             f"{what}() returns {type(answer).__name__}; it must be a plain method that returns nothing"
         )
+
+
+def _options(spec: StatLoggerSpec) -> None:
+    """They are declared as plain data, and the defaults alone will do."""
+    expect(not declaration_problem(spec.options), declaration_problem(spec.options))
+    made = _made(spec, defaults=True)
+    _record(made, [snapshot(1), snapshot(2)])
+    _close(made)
 
 
 def _steps(spec: StatLoggerSpec) -> None:
