@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import sampling_kernels
 from infer.plugins import Registry
 from infer.testing.kits import platform
 from infer.testing.kits._platform_ops import OPTIONAL as WATCHED
@@ -104,6 +105,37 @@ def test_optional_platform_op(plant_bug: PlantBug, registry: Registry, op: str, 
         if check.name.partition("[")[0] in {f.__name__.strip("_") for f in WATCHED}
     ]
     assert broken in failures(checks)
+
+
+SAMPLING = [
+    ("uniforms", lambda o, seeds, positions: o(positions, seeds)),
+    ("uniforms", lambda o, seeds, positions: o(seeds & 0xFFFFFFFF, positions)),
+    ("uniforms", lambda o, seeds, positions: o(seeds, positions & 0xFFFFFFFF)),
+    ("uniforms", lambda o, seeds, positions: o(seeds, positions).float().double()),
+    ("penalties", lambda o, x, at, n, rows, rep, freq, pres: o(x, at, n, rows, 1 / rep, freq, pres)),
+    ("penalties", lambda o, x, at, n, rows, rep, freq, pres: o(x, at, n.clamp(max=1), rows, rep, freq, pres)),
+    ("penalties", lambda o, x, at, n, rows, rep, freq, pres: o(x, at, n, rows, rep, freq, 0 * pres)),
+    ("penalties", lambda o, x, at, n, rows, rep, freq, pres: o(x.clone(), at, n, rows, rep, freq, pres)),
+    ("penalties", lambda o, x, at, n, rows, rep, freq, pres: o(x, at, n, rows * 0 + 1, rep, freq, pres)),
+]
+
+
+@pytest.mark.parametrize(("op", "bug"), SAMPLING, ids=[f"{op}-{i}" for i, (op, _) in enumerate(SAMPLING)])
+def test_optional_sampling_op(plant_bug: PlantBug, registry: Registry, op: str, bug: Any) -> None:
+    """On a platform with the definitions themselves, which pass."""
+    right = {"uniforms": sampling_kernels.uniforms, "penalties": sampling_kernels.penalties}
+
+    def make(threads: int | None, planted: bool) -> Any:
+        made = registry.create("platform", "reference", threads)
+        wrong = {op: lambda *arguments: bug(right[op], *arguments)} if planted else {}
+        made.ops = dataclasses.replace(made.ops, **right | wrong)
+        return made
+
+    for planted in (False, True):
+        spec = registry.get("platform", "reference")
+        spec = dataclasses.replace(spec, factory=plant_bug(lambda threads, planted=planted: make(threads, planted)))
+        checks = [check for check in platform.checks(spec) if check.name in right]
+        assert failures(checks) == ({op} if planted else set())
 
 
 class _Replays:

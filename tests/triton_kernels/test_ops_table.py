@@ -76,4 +76,6 @@ def test_the_platform_kit(invariant: bool) -> None:
     for check in kit.checks(spec(invariant)):
         check.run()
         names.append(check.name)
-    assert {"draw", "attention[float16]", "fp8_cache[float32]"} <= set(names)
+    ops = create(invariant).ops
+    assert ops.draw is not None and ops.uniforms is not None and ops.penalties is not None
+    assert {"draw", "uniforms", "penalties", "attention[float16]", "fp8_cache[float32]"} <= set(names)

@@ -247,6 +247,14 @@ class Ops:
     ones the lowest ids), of these the smallest set of most likely ones that reaches top_p, of these all that are at least
     min_p times as likely as the best; then the first in the order of ids whose cumulative probability among them exceeds
     the number. Rows have a finite highest logit and are drawn from without being changed."""
+    uniforms: Callable[[Tensor, Tensor], Tensor] | None = None
+    """(seeds [D] int64, the bits of uint64; output positions [D] int64) -> the numbers of `draw`, [D] fp64: 53 bits of
+    Philox4x32-10 with the seed as key and the position as the lower half of a counter whose upper half is 0. The first word
+    gives the upper 32 bits, the second the others."""
+    penalties: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] | None = None
+    """(logits [M, V] fp32, dense, places [P] int64, counts [P] fp32, settings [P] int64, repetition, frequency, presence [S]
+    fp32), in place: the logit at each place of the flat logits, no place twice, is divided by its setting's repetition if it
+    is positive, else multiplied by it; then loses its count times frequency, and presence where the count is not 0."""
     best: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """logits [M, V] fp32 -> (ids [M] int64 of the highest logit of each row, of equal ones the lowest, that logit [M]). A NaN
     counts as higher than all numbers."""

@@ -8,7 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from infer.backends.cuda import activation, attention, blocks, draw, matmul, moe, norm, rotary, router, rows
+from infer.backends.cuda import (
+    activation,
+    attention,
+    blocks,
+    draw,
+    matmul,
+    moe,
+    norm,
+    penalties,
+    philox,
+    rotary,
+    router,
+    rows,
+)
 from infer.backends.cuda.device import DeviceFacts
 from infer.backends.cuda.launch import Launch, launch
 from infer.backends.reference.platform import OPS
@@ -33,6 +46,8 @@ def make_ops(device: DeviceFacts, *, invariant: bool, launch: Launch = launch) -
         topk_router=partial(router.topk_router, launch),
         moe=partial(moe.moe, launch, invariant),
         draw=partial(draw.draw, launch),
+        uniforms=partial(philox.uniforms, launch),
+        penalties=partial(penalties.penalties, launch),
         blocks=BlockOps(
             formats=blocks.BLOCK_FORMATS,
             row_multiple=blocks.ROW_MULTIPLE,

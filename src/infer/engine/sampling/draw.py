@@ -18,23 +18,42 @@ BLOCK = 128
 
 FusedDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """`plugins.platform.Ops.draw`."""
+Uniforms = Callable[[Tensor, Tensor], Tensor]
+"""`plugins.platform.Ops.uniforms`."""
 
 
-def numbers_of(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
-    """The number that decides each row's draw."""
-    return uniforms(
+def seeds_of(rows: Sequence[SamplingRow]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    """Seed and output position of each row: what its number is made of."""
+    return (
         np.array([row.spec.seed for row in rows], dtype=np.uint64),
         np.array([row.output_position for row in rows], dtype=np.uint64),
     )
 
 
-def draw_fused(fused: FusedDraw, logits: Tensor, index: Sequence[int], rows: Sequence[SamplingRow]) -> Tensor:
-    """(raw float32 [M, V], rows of it, their state) -> ids [D] int64: temperature, truncation and draw in one."""
+def numbers_of(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+    """The number that decides each row's draw."""
+    return uniforms(*seeds_of(rows))
+
+
+def draw_fused(
+    fused: FusedDraw,
+    logits: Tensor,
+    index: Sequence[int],
+    rows: Sequence[SamplingRow],
+    on_device: Uniforms | None = None,
+) -> Tensor:
+    """(raw float32 [M, V], rows of it, their state, the platform's own random numbers if it has them) -> ids [D] int64:
+    temperature, truncation and draw in one."""
     specs, device = [row.spec for row in rows], logits.device
 
     def column(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
+    if on_device is None:
+        numbers = torch.from_numpy(numbers_of(rows)).to(device)
+    else:
+        seeds, positions = (torch.from_numpy(given.view(np.int64)).to(device) for given in seeds_of(rows))
+        numbers = on_device(seeds, positions)
     return fused(
         logits,
         column(list(index), torch.int64),
@@ -42,7 +61,7 @@ def draw_fused(fused: FusedDraw, logits: Tensor, index: Sequence[int], rows: Seq
         column([spec.top_k for spec in specs], torch.int64),
         column([spec.top_p for spec in specs], torch.float64),
         column([spec.min_p for spec in specs], torch.float32),
-        torch.from_numpy(numbers_of(rows)).to(device),
+        numbers,
     )
 
 

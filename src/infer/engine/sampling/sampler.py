@@ -16,6 +16,7 @@ from torch import Tensor
 from infer.engine.sampling import (
     allowed_tokens,
     bad_words,
+    fused_penalties,
     grammar_mask,
     kept_set,
     logit_bias,
@@ -28,16 +29,18 @@ from infer.engine.sampling import (
     top_k,
     top_p,
 )
-from infer.engine.sampling.draw import FusedDraw, draw, draw_fused
+from infer.engine.sampling.draw import FusedDraw, Uniforms, draw, draw_fused
+from infer.engine.sampling.fused_penalties import FusedPenalties
 from infer.engine.sampling.kept_set import KeptSet
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.ranking import argmax, best_of_rows
-from infer.engine.sampling.row import PROCESSED, Feature, SamplingRow
+from infer.engine.sampling.row import NEEDS_COUNTS, PROCESSED, Feature, SamplingRow
 from infer.engine.step import PositionLogprobs
 
 Transform = Callable[[Tensor, Sequence[int], Sequence[SamplingRow]], None]
 
-Transforms = tuple[tuple[Feature, Transform], ...]
+Transforms = tuple[tuple[int, Transform], ...]
+"""Features, and what rows with one of them get."""
 
 SHAPING: Transforms = (
     (Feature.GUIDED, grammar_mask.apply),
@@ -101,9 +104,13 @@ def sample(
     rows: Sequence[SamplingRow] | None,
     fused: FusedDraw | None = None,
     best: tuple[Tensor, Tensor] | None = None,
+    *,
+    uniforms: Uniforms | None = None,
+    penalties: FusedPenalties | None = None,
 ) -> Sampled:
     """(raw float32 [M, V], a row each or None when every row is plain greedy, the platform's own draw if it has one, the best
-    of these logits as of `Ops.best` if they are known) -> ids. `logits` stay as they are."""
+    of these logits as of `Ops.best` if they are known; its own random numbers and penalties if it has them) -> ids. `logits`
+    stay as they are."""
     if best is not None:
         chosen, highest = best[0].tolist(), best[1].tolist()
         if rows is not None:
@@ -122,9 +129,10 @@ def sample(
         size = chunk_rows(logits.shape[-1])
         settled = _force(rows, result)
         if fused is not None:
-            settled |= _draw_fused(fused, logits, rows, settled, result)
+            settled |= _draw_fused(fused, uniforms, logits, rows, settled, result)
+        shaping = None if penalties is None else with_penalties(penalties)
         for index in _chunks(rows, PROCESSED, settled, size):
-            _sample_chunk(logits, index, rows, result)
+            _sample_chunk(logits, index, rows, result, shaping)
         for index in _chunks(rows, Feature.LOGPROBS, result.errors, size):
             _report_raw(logits, index, rows, result)
         for i, (ids, logmass) in result.kept.items():
@@ -132,8 +140,22 @@ def sample(
     return result
 
 
+def with_penalties(fused: FusedPenalties) -> Transforms:
+    """`SHAPING` with a platform's own penalties, which are neighbours in it."""
+    own = NEEDS_COUNTS, functools.partial(fused_penalties.apply, fused)
+    apart = (Feature.REPETITION, Feature.OUTPUT_PENALTIES)
+    first = next(i for i, (feature, _) in enumerate(SHAPING) if feature in apart)
+    others = [entry for entry in SHAPING if entry[0] not in apart]
+    return (*others[:first], own, *others[first:])
+
+
 def _draw_fused(
-    fused: FusedDraw, logits: Tensor, rows: Sequence[SamplingRow], skip: Container[int], result: Sampled
+    fused: FusedDraw,
+    uniforms: Uniforms | None,
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    skip: Container[int],
+    result: Sampled,
 ) -> set[int]:
     """Draw for rows of which nobody wants to see more than the id. Returns them."""
     index = [
@@ -144,7 +166,7 @@ def _draw_fused(
     if not index:
         return set()
     try:
-        ids = draw_fused(fused, logits, index, [rows[i] for i in index]).tolist()
+        ids = draw_fused(fused, logits, index, [rows[i] for i in index], uniforms).tolist()
     except Exception:  # one by one only the culprit will fail
         return set()
     for i, token_id in zip(index, ids, strict=True):
@@ -152,9 +174,9 @@ def _draw_fused(
     return set(index)
 
 
-def process(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply every transform the rows ask for, in place, in `ORDER`."""
-    _apply(ORDER, logits, rows)
+def process(logits: Tensor, rows: Sequence[SamplingRow], shaping: Transforms | None = None) -> None:
+    """Apply every transform the rows ask for, in place, in `ORDER`; `shaping` in place of its first part."""
+    _apply(ORDER if shaping is None else shaping + TRUNCATION, logits, rows)
 
 
 def _apply(order: Transforms, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -184,28 +206,32 @@ def _chunks(rows: Sequence[SamplingRow], feature: int, skip: Container[int], siz
         yield index[start : start + size]
 
 
-def _sample_chunk(logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled) -> None:
+def _sample_chunk(
+    logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled, shaping: Transforms | None
+) -> None:
     """Process and draw the rows `index`. When that raises, each row is tried alone so that only the culprit fails."""
     try:
-        _process_and_draw(logits, index, rows, result)
+        _process_and_draw(logits, index, rows, result, shaping)
     except Exception as error:  # whatever it is, it must not reach the neighbours
         if len(index) == 1:
             _fail(result, index[0], f"sampling failed: {type(error).__name__}: {error}")
             return
         for i in index:
-            _sample_chunk(logits, [i], rows, result)
+            _sample_chunk(logits, [i], rows, result, shaping)
 
 
-def _process_and_draw(logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled) -> None:
+def _process_and_draw(
+    logits: Tensor, index: list[int], rows: Sequence[SamplingRow], result: Sampled, shaping: Transforms | None
+) -> None:
     chosen_rows = [rows[i] for i in index]
     processed = logits[index]
     asking = [k for k, row in enumerate(chosen_rows) if row.features & Feature.KEPT_SET]
     if asking:
-        _apply(SHAPING, processed, chosen_rows)
+        _apply(shaping or SHAPING, processed, chosen_rows)
         before = kept_set.weights(processed, asking)
         _apply(TRUNCATION, processed, chosen_rows)
     else:
-        process(processed, chosen_rows)
+        process(processed, chosen_rows, shaping)
     best = processed.amax(dim=-1).tolist()
     dead = {k for k, value in enumerate(best) if not math.isfinite(value)}
     for k in dead:

@@ -199,7 +199,8 @@ class Runner:
             logits = self._loaded().logits(hidden, torch.from_numpy(draws.last_tokens).to(hidden.device))
             best = None if ops.best is None else ops.best(logits)
         self._guides.wait()
-        sampled = sample(logits, self._batch.sampling_rows(draws), ops.draw, best)
+        rows = self._batch.sampling_rows(draws)
+        sampled = sample(logits, rows, ops.draw, best, uniforms=ops.uniforms, penalties=ops.penalties)
         self._batch.write(draws, self._good(sampled), sampled.token_ids)
         for k, index in enumerate(draws.results.tolist()):
             if k in sampled.errors:

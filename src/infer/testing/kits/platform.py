@@ -24,6 +24,7 @@ from infer.plugins.platform import (
 )
 from infer.testing.kits import Check, expect, load
 from infer.testing.kits._platform_ops import OPTIONAL, Draw, double
+from infer.testing.kits._platform_sampling import check_penalties, check_uniforms
 
 BLOCK_SIZE = 4
 
@@ -41,6 +42,8 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     yield Check("graphs", partial(_graphs, platform))
     yield Check("draw", partial(_draw, platform))
     yield Check("best", partial(_best, platform))
+    yield Check("uniforms", partial(check_uniforms, platform))
+    yield Check("penalties", partial(check_penalties, platform))
     for name in platform.limits().dtypes:
         for body in (
             _embedding,
