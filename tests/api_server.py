@@ -103,7 +103,7 @@ def events(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Poll: the condition is about another task, often of another thread."""
     with anyio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110

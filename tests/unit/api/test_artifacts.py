@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -347,9 +348,11 @@ class TestEnds:
     async def test_a_client_that_hangs_up(self) -> None:
         """Nothing is written, nothing is held."""
         async with on_loopback(lambda ids, spec: 97, config=config(), latency=0.002) as server:
-            async with httpx2.AsyncClient(base_url=server.address) as client:
-                with anyio.move_on_after(0.3):
-                    await client.post(CHAT, json=asking(CHAT, "native", managed()) | {"max_tokens": 1500})
+            async with httpx2.AsyncClient(base_url=server.address) as client, anyio.create_task_group() as tasks:
+                body = asking(CHAT, "native", managed()) | {"max_tokens": 1500}
+                tasks.start_soon(partial(client.post, CHAT, json=body))
+                await until(lambda: server.engine.artifact_statistics.reserved_bytes > 0)
+                tasks.cancel_scope.cancel()
             await until(lambda: server.engine.artifact_statistics.failed == {"artifact_cancelled": 1})
             assert server.engine.artifact_statistics.reserved_bytes == 0
             assert not any(name.startswith("/api/") for name in MemoryFileSystem.store)

@@ -461,10 +461,16 @@ class TestEnds:
 
     async def test_a_cancelled_engine_does_not_wait_for_storage(self) -> None:
         shelf = Shelf(gate=anyio.Event())
-        with anyio.move_on_after(0.2) as scope:
+        async with anyio.create_task_group() as tasks:
+
+            async def cancel() -> None:
+                await shelf.arrived.wait()
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(cancel)
             async with engine_of() as engine:
                 await engine.generate("abc", SamplingParams(max_tokens=3), artifact=shelf.request())
-        assert scope.cancelled_caught and shelf.arrived.is_set() and shelf.objects == []
+        assert tasks.cancel_scope.cancelled_caught and shelf.objects == []
 
 
 def presigned(**changes: Any) -> PresignedTarget:

@@ -31,7 +31,7 @@ def memory(name: str, key: str = "k", **options: Any) -> FsspecTarget:
     return create(f"memory://{name}/{key}", {"root": f"memory://{name}", "storage_options": options})
 
 
-def s3(server: PutServer, key: str = "runs/k", seconds: float = 10, **options: Any) -> FsspecTarget:
+def s3(server: PutServer, key: str = "runs/k", seconds: float = 60, **options: Any) -> FsspecTarget:
     storage = {
         "key": "access",
         "secret": "SECRET",
