@@ -19,6 +19,7 @@ from gpu.needs import complaint, missing
 from gpu.parts import PARTS, TOTAL, Part, chosen
 from gpu.processes import python, run_part
 from gpu.report import Report
+from gpu.stand_in import installed, stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
         mend()
     report = Report(output, dry_run=options.dry_run, commit=commit())
     with tempfile.TemporaryDirectory(prefix="infer-gpu-", dir=options.directory) as directory:
+        if not installed():
+            (Path(directory) / "metadata").mkdir()
+            stand_in(ROOT, Path(directory) / "metadata")
         hard_stop = time.monotonic() + TOTAL
         for part in chosen(options.parts):
             if options.dry_run:

@@ -83,7 +83,7 @@ def against(shared: Shared, **sections: dict[str, Any]) -> None:
 def in_company(shared: Shared) -> Facts:
     """One request by itself, and in batches of growing size."""
     load, most = shared.load, shared.place.sizes.max_num_seqs
-    batches = [size for size in (1, 2, 3, 5, 8, 16, 32) if size <= 2 * most]
+    batches = [size for size in (1, 2, 3, 5, 8, 16, 32) if size <= most]
     with engine(shared.place, shared.checkpoint, cache={"prefix_caching": False}) as opened:
         for size in batches:
             found = opened.generate_many(load.prompts[:size], list(load.params[:size]))

@@ -169,7 +169,7 @@ def own_use(place: Place) -> Facts:
 
 def eight_bit_cache(place: Place, checkpoint: RandomCheckpoint) -> Facts:
     """Blocks in the same memory, and an answer from such a cache."""
-    memory = 64 * 16 * checkpoint.kv_bytes
+    memory = place.sizes.max_num_seqs * 16 * 16 * checkpoint.kv_bytes
     blocks = []
     for dtype in ("auto", "fp8_e4m3"):
         cache = {"num_blocks": None, "memory": memory, "dtype": dtype}

@@ -13,6 +13,7 @@ PACKAGES = {
     "pydantic": "2.14 or newer",
     "anyio": "4.16 or newer",
     "fsspec": "2026.9 or newer",
+    "llguidance": "1.9 or newer; an engine names its grammar backend when it starts",
     "msgspec": "0.22 or newer",
     "pluggy": "1.6 or newer",
     "zstandard": "0.25 or newer",

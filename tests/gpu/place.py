@@ -5,7 +5,6 @@ Runs in the process of a part; owns its device choice and the two ceilings it me
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,7 +43,7 @@ class Place:
         """Of models."""
         self.kernel_dtype = torch.float16 if dry_run else torch.bfloat16
         """Of kernels: the interpreter computes bf16 wrongly."""
-        self.platform = os.environ.get("INFER_GPU_RUN_PLATFORM") or ("cpu" if dry_run else "cuda")
+        self.platform = "cpu" if dry_run else "cuda"
         """Of engines. A dry run takes the platform whose results do not depend on the batch either."""
         self.clock = Clock(self.device, repeats=1 if dry_run else 20)
 

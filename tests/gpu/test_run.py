@@ -210,6 +210,25 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.Mon
     assert "pip install no_such_package_here" in needs.complaint(absent)
 
 
+def test_a_source_tree_needs_no_installation(tmp_path: Path) -> None:
+    """Python without site-packages, where nothing is installed."""
+    program = (
+        "import sys, pathlib; from gpu.stand_in import installed, stand_in; before = installed();"
+        "stand_in(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]));"
+        "import subprocess; child = 'from gpu.stand_in import installed; print(installed())';"
+        "print(before, installed(), subprocess.check_output([sys.executable, '-S', '-c', child], text=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program, str(ROOT), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["False", "True", "True"], done.stderr
+
+
 def test_an_unknown_part_is_refused() -> None:
     done = subprocess.run(
         [str(RUN), "--parts", "kernels,nonsense"],
