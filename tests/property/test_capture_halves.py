@@ -22,8 +22,9 @@ from infer.config.model import RoutedLayer
 from infer.engine.step import StepPlan, StepResult
 from infer.engine.worker.background_store import BackgroundStore
 from infer.engine.worker.block_store import ArenaStore, private_store
-from infer.engine.worker.capture import CapturedStep, RowCapture
+from infer.engine.worker.capture import RowCapture
 from infer.engine.worker.captured_fields import CapturedField
+from infer.engine.worker.captured_step import CapturedStep
 from infer.engine.worker.input_batch import StepRows
 from infer.engine.worker.taps import HiddenTap, RouterTap
 from infer.plugins.artifact_field import TapFacts

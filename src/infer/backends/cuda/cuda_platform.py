@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -75,8 +75,11 @@ class CudaPlatform:
     def synchronize(self) -> None:
         self._device.synchronize()
 
-    def step_context(self) -> AbstractContextManager[Any]:
-        return torch.inference_mode()
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """The main stream, whichever the application's own code has left current on this thread."""
+        with torch.inference_mode(), self._device.using(self._device.main):
+            yield
 
     def close(self) -> None:
         """Waits for the device: what is on its way still reads its memory."""

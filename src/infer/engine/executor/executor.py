@@ -5,7 +5,7 @@ Called from the loop task; implementations: `thread` here, `FakeExecutor` in `in
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from infer.engine.step import StepPlan, StepResult
 
@@ -15,6 +15,29 @@ class Worker(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. An exception fails the step, not the worker."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RunningStep(Protocol):
+    """A step that a worker has begun."""
+
+    def ready(self) -> bool:
+        """Whether `finish` would not wait."""
+        ...
+
+    def finish(self) -> StepResult:
+        """Wait for what is still missing. Called once, in the order in which steps were begun; raises what the step raised."""
+        ...
+
+
+@runtime_checkable
+class OverlappingWorker(Protocol):
+    """A worker whose device works on a step while the next one is begun."""
+
+    def begin(self, plan: StepPlan) -> RunningStep:
+        """Queue one step. An exception fails the step, not the worker."""
         ...
 
     def close(self) -> None: ...

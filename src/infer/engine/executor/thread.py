@@ -6,20 +6,22 @@ Created in the loop task; the worker is built, used and closed on the thread.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import anyio
 from anyio.lowlevel import current_token
 
-from infer.engine.executor.executor import Worker
+from infer.engine.executor.executor import OverlappingWorker, RunningStep, Worker
 from infer.engine.step import StepPlan, StepResult
 from infer.errors import EngineDeadError
 
 T = TypeVar("T")
-
+LOOK_AGAIN = 50e-6
+"""Seconds between looks at a device that is not done with a step, while the next step may come any moment."""
 
 CallOnLoop = Callable[[Callable[[], object]], object]
 
@@ -52,7 +54,8 @@ class _Job(Generic[T]):
             self._announce()
 
     def fail(self, error: BaseException) -> None:
-        self._error = error
+        """The first reason counts."""
+        self._error = self._error or error
         self._announce()
 
     def _announce(self) -> None:
@@ -68,20 +71,54 @@ class _Job(Generic[T]):
         return self._value  # type: ignore[return-value]
 
 
+class _StepJob(_Job[StepResult]):
+    """A step of an overlapping worker: `run` begins it, `finish` has its outcome."""
+
+    def __init__(self, begin: Callable[[], RunningStep], call_on_loop: CallOnLoop) -> None:
+        super().__init__(self._finish, call_on_loop)
+        self._begin = begin
+        self._step: RunningStep | None = None
+
+    def run(self) -> None:
+        try:
+            self._step = self._begin()
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def ready(self) -> bool:
+        try:
+            return self._step is None or self._step.ready()
+        except Exception:  # the device is broken: `finish` says how
+            return True
+
+    def finish(self) -> None:
+        if self._step is not None:
+            super().run()
+
+    def _finish(self) -> StepResult:
+        if self._step is None:
+            raise EngineDeadError("a step was finished before it was begun")
+        return self._step.finish()
+
+
 class ThreadExecutor:
     """One daemon thread named `infer-worker`. Closed by `aclose`; a dead thread fails everything with `EngineDeadError`."""
 
     def __init__(self) -> None:
         self._call_on_loop = _loop_caller()
         self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
-        self._worker: Worker | None = None
+        self._worker: Worker | OverlappingWorker | None = None
+        self._begun: deque[_StepJob] = deque()
+        """The thread's own: steps that the device works on, oldest first."""
         self._death: BaseException | None = None
         self._closing = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="infer-worker", daemon=True)
         self._thread.start()
 
-    async def start(self, build: Callable[[], Worker]) -> None:
+    async def start(self, build: Callable[[], Worker | OverlappingWorker]) -> None:
         """Build the worker on the thread."""
 
         def keep() -> None:  # also when nobody waits for it any more: `aclose` frees it
@@ -97,6 +134,8 @@ class ThreadExecutor:
         worker = self._worker
         if worker is None:
             raise EngineDeadError("a step was submitted before the worker was built")
+        if isinstance(worker, OverlappingWorker):
+            return self._put(_StepJob(lambda: worker.begin(plan), self._call_on_loop))
         return self._post(lambda: worker.execute(plan))
 
     async def aclose(self) -> None:
@@ -127,7 +166,9 @@ class ThreadExecutor:
                 job.fail(error)
 
     def _post(self, function: Callable[[], T], *, even_when_closing: bool = False) -> _Job[T]:
-        job = _Job(function, self._call_on_loop)
+        return self._put(_Job(function, self._call_on_loop), even_when_closing=even_when_closing)
+
+    def _put(self, job: _Job[T], *, even_when_closing: bool = False) -> _Job[T]:
         with self._lock:
             if self._death is not None:
                 job.fail(self._death)
@@ -139,9 +180,34 @@ class ThreadExecutor:
 
     def _run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._next()) is not None:
+                if isinstance(job, _StepJob):
+                    self._begun.append(job)
+                else:
+                    self._finish_begun()
                 job.run()
+            self._finish_begun()
         except BaseException as error:
-            with self._lock:  # a job is either seen here or refused in `_post`
+            with self._lock:  # a job is either seen here or refused in `_put`
                 self._death = error
+                for begun in self._begun:
+                    begun.fail(error)
                 self._drop_queued(error)
+
+    def _next(self) -> _Job[Any] | None:
+        """The next job. Until it comes, what is ready is finished: its reader does not wait for the step behind it."""
+        while self._begun:
+            if self._begun[0].ready():
+                self._finish_oldest()
+                continue
+            with suppress(Empty):
+                return self._jobs.get(timeout=LOOK_AGAIN)
+        return self._jobs.get()
+
+    def _finish_begun(self) -> None:
+        while self._begun:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        self._begun[0].finish()  # in the queue until it is done: an error that ends the thread reaches it
+        self._begun.popleft()

@@ -124,7 +124,7 @@ def sample(
         highest = logits.amax(dim=-1).tolist()
     for i, value in enumerate(highest):
         if not math.isfinite(value):
-            _fail(result, i, _diagnose(value))
+            fail_row(result, i, value)
     if rows is not None:
         size = chunk_rows(logits.shape[-1])
         settled = _force(rows, result)
@@ -292,6 +292,11 @@ def _entries(
 
 def _wants_processed(row: SamplingRow) -> bool:
     return bool(row.features & Feature.LOGPROBS) and row.spec.logprobs_mode in ("processed", "processed_logits")
+
+
+def fail_row(result: Sampled, row: int, highest: float) -> None:
+    """Its best logit is no number."""
+    _fail(result, row, _diagnose(highest))
 
 
 def _fail(result: Sampled, row: int, reason: str) -> None:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.config.capture import ITEM_SIZES, CaptureProfile, ResolvedCapture, object_key
+from infer.engine.sampling.queued import Upload
 from infer.engine.step import AuxBegin, AuxPlan, AuxRows, StepPlan, StepResult
 from infer.engine.worker.background_store import BackgroundStore
 from infer.engine.worker.block_store import BlockStoreError
 from infer.engine.worker.captured_fields import CapturedField
 from infer.engine.worker.captured_rows import Capture
+from infer.engine.worker.captured_step import CapturedStep
 from infer.engine.worker.input_batch import StepRows
-from infer.engine.worker.taps import Evidence, Tap
+from infer.engine.worker.taps import Tap
 
 logger = logging.getLogger("infer.engine.worker")
 Key = tuple[str, bytes, int]
@@ -28,27 +30,6 @@ Key = tuple[str, bytes, int]
 Objects = dict[str, dict[bytes, bytes]]
 """Field -> key in its store -> rows."""
 FAILED_STEP = "the step that computes these rows failed"
-
-
-@dataclass(slots=True)
-class CapturedStep:
-    """One step's own record, immutable once the snapshot is taken: later plans do not change what it means."""
-
-    aux: AuxPlan | None
-    version: int
-    begins: list[Capture]
-    by_slot: dict[int, Capture]
-    """Of the step's rows."""
-    forks: list[tuple[int, Capture]]
-    """(index in the result's lists, capture of the fork)."""
-    rows: list[tuple[int, Capture]] = field(default_factory=list)
-    """(row in forward order, its capture), in the order of the snapshot's rows."""
-    data: dict[str, Tensor] = field(default_factory=dict)
-    """Field -> [captured tokens, *row shape], narrowed."""
-    evidence: dict[str, Evidence] = field(default_factory=dict)
-    """Field -> whether its rows can be right."""
-    problems: dict[str, str] = field(default_factory=dict)
-    """Field -> why it could not be selected in this step."""
 
 
 class RowCapture:
@@ -76,6 +57,8 @@ class RowCapture:
         self._num_uniform = 0
         self._attached = False
         self._probing = False
+        self.upload: Upload | None = None
+        """Of a platform with staging: how numbers get to the device without waiting for it."""
 
     def num_bytes(self) -> int:
         """Of the taps and the stores, if these are in memory."""
@@ -134,7 +117,7 @@ class RowCapture:
         if not chosen:
             return
         step.rows = chosen
-        tokens = _tokens([i for i, _ in chosen], rows).to(next(iter(self._taps.values())).buffer.device)
+        tokens = self._on_device(_tokens([i for i, _ in chosen], rows))
         for name in dict.fromkeys(name for _, capture in chosen for name in capture.row_bytes):
             captured = self._fields[name]
             tap = self._taps[captured.tap]
@@ -150,6 +133,11 @@ class RowCapture:
             step.data[name] = out
             if evidence is not None:
                 step.evidence[name] = evidence
+
+    def _on_device(self, numbers: NDArray[np.int64]) -> Tensor:
+        if self.upload is not None:
+            return self.upload([numbers])[0]
+        return torch.from_numpy(numbers).to(next(iter(self._taps.values())).buffer.device)
 
     def process(self, step: CapturedStep, rows: StepRows | None, result: StepResult) -> None:
         """When the step's output is consumed, in the order of the steps: append, publish every block that is complete now,
@@ -369,13 +357,13 @@ class RowCapture:
             tap.detach()
 
 
-def _tokens(indices: list[int], rows: StepRows) -> Tensor:
+def _tokens(indices: list[int], rows: StepRows) -> NDArray[np.int64]:
     """Indices among the step's tokens of those of these rows."""
     starts = rows.query_starts
     first, last = indices[0], indices[-1]
     if last - first == len(indices) - 1:
-        return torch.arange(int(starts[first]), int(starts[last + 1]))
-    return torch.from_numpy(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices]))
+        return np.arange(starts[first], starts[last + 1])
+    return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices])
 
 
 def _host_bytes(tensor: Tensor) -> memoryview:

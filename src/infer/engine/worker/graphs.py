@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infer.plugins.model import CausalLM, ForwardBatch
-from infer.plugins.platform import AttentionMetadata, Graph, SupportsGraphs
+from infer.plugins.platform import AttentionMetadata, Graph, SupportsGraphs, SupportsGraphSizes
 
 MAX_ROWS = 64
 """Steps of more rows compute for so long that what Python costs between operations no longer counts."""
@@ -38,8 +38,9 @@ class Decoded:
 class DecodeGraphs:
     """Forward passes of steps in which every row has one token.
 
-    A number of rows is recorded when it first occurs, which computes that step as well. What cannot be replayed (an
-    operation of torch's own in a model) is noticed while recording and runs as it is from then on.
+    A number of rows is recorded when it first occurs, which computes that step as well; a platform with sizes of its own
+    (`SupportsGraphSizes`) has those recorded alone, and other steps are filled up with rows of the null block. What cannot
+    be replayed (an operation of torch's own in a model) is noticed while recording and runs as it is from then on.
     """
 
     def __init__(
@@ -51,15 +52,22 @@ class DecodeGraphs:
         *,
         vocab_size: int,
         best: Best | None = None,
+        max_model_len: int = 1,
+        on_host: bool | None = None,
     ) -> None:
-        """`table_width`: most blocks of a row; `best`: the platform's own way to the best token."""
-        self.max_rows = min(max_num_seqs, MAX_ROWS)
+        """`max_num_seqs`: rows of the largest step; `table_width`: most blocks of a row; `best`: the platform's own way to the
+        best token; `on_host`: whether tensors may be written to as arrays, by default those of the CPU."""
+        sizes = tuple(platform.graph_sizes(max_num_seqs)) if isinstance(platform, SupportsGraphSizes) else None
+        self.sizes = sizes
+        """Numbers of rows that are recorded; None: each that occurs."""
+        self.max_rows = min(max_num_seqs, MAX_ROWS) if sizes is None else max(sizes, default=0)
+        self._max_model_len = max_model_len
         self._platform = platform
         self._table_width = table_width
         self._device = device
-        self._max_scored = MAX_LOGITS // vocab_size
+        self._max_scored = MAX_LOGITS // vocab_size if sizes is None else self.max_rows
         self._best = best
-        self._put = _put_on_host if device.type == "cpu" else Tensor.copy_
+        self._put = _put_on_host if (device.type == "cpu" if on_host is None else on_host) else Tensor.copy_
         self._numbers = torch.arange(self.max_rows, device=device)
         self._input: ForwardBatch | None = None
         self._inputs: dict[int, ForwardBatch] = {}
@@ -75,19 +83,26 @@ class DecodeGraphs:
         """tapped: the model writes into taps in this step; where they lie must not change between steps. scored: a token is
         drawn for every row, so logits of all are wanted."""
         num_rows = batch.token_ids.shape[0]
-        scored = scored and num_rows <= self._max_scored
-        key = num_rows, tapped, scored
+        size = num_rows
+        if self.sizes is not None:
+            size = next(size for size in self.sizes if size >= num_rows)
+            scored = True  # a second recording of each size costs more than logits that nobody asked for
+        scored = scored and size <= self._max_scored
+        return self._forward((size, tapped, scored), model, batch, num_rows)
+
+    def _forward(self, key: tuple[int, bool, bool], model: CausalLM, batch: ForwardBatch, num_rows: int) -> Decoded:
+        size, tapped, scored = key
         if key in self._graphs:
             graph = self._graphs[key]
             if graph is not None:
-                self._fill(batch, num_rows)
-                return _decoded(graph.replay())
+                self._fill(batch, num_rows, size)
+                return _decoded(graph.replay(), num_rows)
             if scored:  # the forward pass alone may be one
-                return self.forward(model, batch, tapped=tapped, scored=False)
+                return self._forward((size, tapped, False), model, batch, num_rows)
             return Decoded(model.forward(batch))
-        fixed = self._fill(batch, num_rows)
+        fixed = self._fill(batch, num_rows, size)
         output, self._graphs[key] = self._platform.record(lambda: self._work(model, fixed, scored=scored))
-        return _decoded(output)
+        return _decoded(output, num_rows)
 
     def _work(self, model: CausalLM, fixed: ForwardBatch, *, scored: bool) -> tuple[Tensor, ...]:
         hidden = model.forward(fixed)
@@ -96,24 +111,31 @@ class DecodeGraphs:
         logits = model.logits(hidden, self._numbers[: len(hidden)])
         return (hidden, logits) if self._best is None else (hidden, logits, *self._best(logits))
 
+    @property
+    def num_recorded(self) -> int:
+        """Graphs that are replayed."""
+        return sum(graph is not None for graph in self._graphs.values())
+
     def close(self) -> None:
         """Drop what was recorded."""
         self._graphs.clear()
         self._inputs.clear()
         self._input = None
 
-    def _fill(self, batch: ForwardBatch, num_rows: int) -> ForwardBatch:
-        """Copy the step's input to where recorded operations read it. -> that place as a batch of so many rows."""
-        fixed = self._inputs.get(num_rows)
+    def _fill(self, batch: ForwardBatch, num_rows: int, size: int) -> ForwardBatch:
+        """Copy the step's input to where recorded operations read it. -> that place as a batch of `size` rows."""
+        fixed = self._inputs.get(size)
         if fixed is None:
-            fixed = self._inputs[num_rows] = self._first_rows(batch, num_rows)
+            fixed = self._inputs[size] = self._first_rows(batch, size)
         put = self._put
-        put(fixed.token_ids, batch.token_ids)
-        put(fixed.positions, batch.positions)
+        put(fixed.token_ids[:num_rows], batch.token_ids)
+        put(fixed.positions[:num_rows], batch.positions)
         for own, given in zip(fixed.attention, batch.attention, strict=True):
-            put(own.seq_lens, given.seq_lens)
-            put(own.block_table[:, : given.block_table.shape[1]], given.block_table)
-            put(own.slot_mapping, given.slot_mapping)
+            put(own.seq_lens[:num_rows], given.seq_lens)
+            put(own.block_table[:num_rows, : given.block_table.shape[1]], given.block_table)
+            put(own.slot_mapping[:num_rows], given.slot_mapping)
+        if num_rows < size:
+            _pad(fixed, num_rows)
         return fixed
 
     def _first_rows(self, batch: ForwardBatch, num_rows: int) -> ForwardBatch:
@@ -131,8 +153,9 @@ class DecodeGraphs:
                     seq_lens=own.seq_lens[:num_rows],
                     block_table=own.block_table[:num_rows],
                     slot_mapping=own.slot_mapping[:num_rows],
-                    query_lens_host=given.query_lens_host,
-                    seq_lens_host=given.seq_lens_host,
+                    # With sizes, what is recorded serves rows of any length.
+                    query_lens_host=given.query_lens_host if self.sizes is None else [1] * num_rows,
+                    seq_lens_host=given.seq_lens_host if self.sizes is None else [self._max_model_len] * num_rows,
                     num_decode_rows=num_rows,
                     scratch={},
                 )
@@ -165,8 +188,18 @@ class DecodeGraphs:
         )
 
 
-def _decoded(made: tuple[Tensor, ...]) -> Decoded:
-    hidden, *scores = made
+def _pad(fixed: ForwardBatch, num_rows: int) -> None:
+    """Rows from there on are one token of the null block, whatever was there before."""
+    fixed.token_ids[num_rows:].zero_()
+    fixed.positions[num_rows:].zero_()
+    for own in fixed.attention:
+        own.seq_lens[num_rows:].fill_(1)
+        own.block_table[num_rows:].zero_()
+        own.slot_mapping[num_rows:].zero_()
+
+
+def _decoded(made: tuple[Tensor, ...], num_rows: int) -> Decoded:
+    hidden, *scores = (tensor[:num_rows] for tensor in made)
     if not scores:
         return Decoded(hidden)
     return Decoded(hidden, scores[0], (scores[1], scores[2]) if len(scores) > 1 else None)

@@ -20,9 +20,10 @@ from infer.engine.sampling.processor_row import Processors
 from infer.engine.sampling.row import SAMPLER, STATEFUL, Feature, SamplingRow, make_row
 from infer.engine.step import SlotAdmission, StepPlan
 from infer.engine.worker.guides import GuidedRows
+from infer.engine.worker.resident_batch import ResidentBatch
 from infer.errors import InvalidRequestError
 from infer.plugins.model import ForwardBatch
-from infer.plugins.platform import AttentionMetadata
+from infer.plugins.platform import AttentionMetadata, SupportsStaging
 
 Ints = NDArray[np.int64]
 KVTensors = dict[int, tuple[Tensor, Tensor]]
@@ -75,17 +76,15 @@ class InputBatch:
         device: torch.device,
         guides: GuidedRows,
         processors: Processors | None = None,
+        staging: SupportsStaging | None = None,
     ) -> None:
+        """With `staging` ids and tables stay on the device and steps upload what is new; without, the host's are read."""
         self._guides = guides
         self._processors = processors or Processors()
         self._width = max_model_len + 1
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._device = device
-        # Untouched pages of an empty tensor cost nothing; only ids that were written are ever read.
-        self._tokens = torch.empty(max_num_seqs, self._width, dtype=torch.int32, device=device)
-        self._host_tokens = self._tokens.numpy() if device.type == "cpu" else None
-        """The same memory: an index into an array costs a tenth of one into a tensor."""
         self._numbers = np.arange(max_num_seqs + 1, dtype=np.int64)
         self._ones = np.ones(max_num_seqs, dtype=np.int64)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -99,6 +98,19 @@ class InputBatch:
         self._windows = [group.window for group in layout.groups]
         self._tables = [np.zeros((max_num_seqs, self.max_blocks), dtype=np.int32) for _ in layout.groups]
         self._num_blocks = np.zeros((len(layout.groups), max_num_seqs), dtype=np.int64)
+        self._resident: ResidentBatch | None = None
+        if staging is not None:
+            sizes = {"max_model_len": max_model_len, "block_size": block_size, "vocab_size": vocab_size}
+            self._resident = ResidentBatch(staging, self._tables, layout, **sizes, device=device)
+        # Untouched pages of an empty tensor cost nothing; only ids that were written are ever read.
+        self._tokens = (
+            torch.empty(max_num_seqs, self._width, dtype=torch.int32, device=device)
+            if self._resident is None
+            else self._resident.tokens
+        )
+        on_host = device.type == "cpu" and self._resident is None
+        self._host_tokens = self._tokens.numpy() if on_host else None
+        """The same memory: an index into an array costs a tenth of one into a tensor."""
         self.group_of_layer = {layer: g for g, group in enumerate(layout.groups) for layer in group.layer_ids}
 
     def apply(self, plan: StepPlan) -> None:
@@ -170,6 +182,10 @@ class InputBatch:
 
     def forward_batch(self, rows: StepRows, kv: KVTensors) -> ForwardBatch:
         """The model's input for these rows."""
+        if self._resident is not None:
+            facts = rows.slots, rows.starts, rows.counts, rows.query_starts, rows.num_decode_rows
+            ids, own_positions, attention = self._resident.rows(*facts)
+            return ForwardBatch(ids, own_positions, attention, kv, self.group_of_layer)
         slot_of_token, positions = rows.slots, rows.starts
         if rows.num_decode_rows < len(rows.slots):
             row_of_token = np.repeat(self._numbers[: len(rows.slots)], rows.counts)
@@ -240,7 +256,10 @@ class InputBatch:
         ends = draws.ends
         if len(good) < len(slots):
             slots, ends, drawn = slots[good], ends[good], [token_ids[k] for k in good]
-        if self._host_tokens is not None:
+        if self._resident is not None:
+            (ids,) = self._resident.upload([np.array(drawn, dtype=np.int64)])
+            self._resident.write(slots, ends, ids)
+        elif self._host_tokens is not None:
             self._host_tokens[slots, ends] = drawn
         else:
             flat = self._upload(slots * self._width + ends)
@@ -248,6 +267,12 @@ class InputBatch:
         if draws.features & STATEFUL:
             for i in np.flatnonzero(self._features[slots] & STATEFUL).tolist():
                 self.row(int(slots[i])).accept(drawn[i])
+
+    def write_queued(self, draws: Draws, ids: Tensor) -> None:
+        """Store ids [n] that the host does not know yet, of all the draws; none of their rows counts."""
+        if self._resident is None:
+            raise RuntimeError("ids are queued on a platform without staging")
+        self._resident.write(draws.slots, draws.ends, ids)
 
     def guided(self, draws: Draws) -> list[tuple[int, Guide]]:
         """(index among the draws, its guide) of the guided ones."""
@@ -313,6 +338,8 @@ class InputBatch:
         self._prompts_scored.discard(slot)
         for group, table in enumerate(self._tables):
             table[slot, : self._num_blocks[group, slot]] = 0
+            if self._resident is not None:
+                self._resident.table_changed(group, slot, 0, int(self._num_blocks[group, slot]))
             self._num_blocks[group, slot] = 0
 
     def _admit(self, admission: SlotAdmission) -> None:
@@ -328,13 +355,19 @@ class InputBatch:
             row = make_row(*history, self._vocab_size, self._device, guide, self._processors.of_row(*history))
         except Exception as error:  # a request that cannot be taken in fails alone
             self._poison[slot] = str(error) or type(error).__name__
-            self._tokens[slot] = 0
+            self._set_tokens(slot, np.zeros(self._width, dtype=np.int32))
             return
-        self._tokens[slot, : len(ids)] = torch.from_numpy(ids).to(self._device)
+        self._set_tokens(slot, ids)
         self._rows[slot] = row
         self._features[slot] = row.features
         if row.features & Feature.PROMPT_LOGPROBS:
             self._prompts_scored.add(slot)
+
+    def _set_tokens(self, slot: int, ids: NDArray[np.int32]) -> None:
+        if self._resident is not None:
+            self._resident.set_tokens(slot, ids)
+        else:
+            self._tokens[slot, : len(ids)] = torch.from_numpy(ids).to(self._device)
 
     def _checked_ids(self, token_ids: list[int]) -> NDArray[np.int32]:
         if not 0 < len(token_ids) <= self._width:
@@ -355,3 +388,5 @@ class InputBatch:
         first = int(self._num_blocks[group, slot])
         self._tables[group][slot, first : first + len(block_ids)] = block_ids
         self._num_blocks[group, slot] = first + len(block_ids)
+        if self._resident is not None:
+            self._resident.table_changed(group, slot, first, first + len(block_ids))

@@ -6,27 +6,31 @@ alone; `execute` raises only when the step itself failed.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from infer.config.resolve import ResolvedConfig
+from infer.engine.executor.executor import RunningStep
 from infer.engine.sampling.guide import Grammars, Guide
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
 from infer.engine.sampling.processor_row import Processors
+from infer.engine.sampling.queued import Queued, can_queue, queue_sampling
 from infer.engine.sampling.row import SamplingRow
 from infer.engine.sampling.sampler import NO_TOKEN, Sampled, chunk_rows, prompt_rows, sample
 from infer.engine.step import PositionLogprobs, SamplingSpec, SlotAdmission, StepPlan, StepResult
-from infer.engine.worker.capture import CapturedStep, RowCapture
+from infer.engine.worker.capture import RowCapture
+from infer.engine.worker.captured_step import CapturedStep
 from infer.engine.worker.graphs import Decoded, DecodeGraphs
 from infer.engine.worker.guides import GuidedRows
-from infer.engine.worker.input_batch import Draws, InputBatch, KVTensors, StepRows
+from infer.engine.worker.input_batch import Draws, InputBatch, Ints, KVTensors, StepRows
 from infer.engine.worker.kv_transfers import KVTransfers
+from infer.engine.worker.step_flight import Finished, StepFlight, book
 from infer.plugins.model import CausalLM
-from infer.plugins.platform import Platform, SupportsGraphs, SupportsWorkspace
+from infer.plugins.platform import Platform, SupportsGraphs, SupportsStaging, SupportsWorkspace
 
 
 class Runner:
@@ -56,47 +60,55 @@ class Runner:
         self._transfers = transfers
         self._guides = GuidedRows(grammars)
         self._processors = processors
+        self._staging = platform if isinstance(platform, SupportsStaging) else None
+        if capture is not None and self._staging is not None:
+            capture.upload = self._staging.upload
         self._batch = self._new_batch()
         self._graphs: DecodeGraphs | None = None
         if isinstance(platform, SupportsGraphs) and resolved.graphs:
             limits = resolved.scheduler
             self._graphs = DecodeGraphs(
                 platform,
-                limits.max_num_seqs,
+                min(limits.max_num_seqs, limits.max_num_batched_tokens),
                 self._batch.max_blocks,
                 platform.device,
                 vocab_size=vocab_size,
                 best=platform.ops.best,
+                max_model_len=limits.max_model_len,
+                on_host=None if self._staging is None else False,
             )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan. Rows come back in the plan's order."""
-        started = time.perf_counter()
+        return self.begin(plan).finish()
+
+    def begin(self, plan: StepPlan) -> RunningStep:
+        """Run a plan, but for what a platform with staging does by itself: then the next step may begin before this one is
+        finished. A KV connector moves blocks that steps have written, so with one nothing overlaps."""
         num_results = len(plan.slots) + len(plan.forks)
         result = StepResult(plan.step_id, [[] for _ in range(num_results)], [None] * num_results)
-        capture, transfers = self._capture, self._transfers
-        if transfers is not None:
-            transfers.begin(plan.kv)
+        flight = StepFlight(plan, result, self._platform.step_context, self._capture, self._transfers)
+        if self._transfers is not None:
+            self._transfers.begin(plan.kv)
         with self._platform.step_context():
-            step = None if capture is None else capture.begin_step(plan)
-            rows = None
+            if self._capture is not None:
+                flight.captured = self._capture.begin_step(plan)
             try:
                 self._batch.apply(plan)
                 self._guides.ahead()
                 if len(plan.slots):
-                    rows = self._batch.arrange(plan)
-                    self._run(rows, result, step)
+                    flight.rows = self._batch.arrange(plan)
+                    flight.drawn = self._run(flight.rows, result, flight.captured)
                 self._copy_blocks(plan.copies)
-            except BaseException:
-                if capture is not None and step is not None:
-                    capture.abandon(step)
-                raise
-            if capture is not None and step is not None:
-                capture.process(step, rows, result)
-        if transfers is not None:
-            transfers.finish(plan.kv, result)
-        result.seconds = time.perf_counter() - started
-        return result
+                if self._staging is not None:
+                    flight.fetch(self._staging)
+            except Exception as error:
+                flight.error = error
+            if self._staging is None:
+                flight.conclude()
+        if self._transfers is not None:
+            return Finished(flight.finish())
+        return flight
 
     def measured(self) -> dict[str, int]:
         """Bytes of live tensor storages: weights and kv_cache; workspace is the memory the warm-up step added; capture is
@@ -128,6 +140,7 @@ class Runner:
             self.execute(plan)
         else:
             self._capture.probe(plan.num_tokens, lambda: self.execute(plan))
+        self._record_sizes()
         self._platform.synchronize()
         self._workspace_bytes = max(0, self._platform.memory_in_use() - before)
         self._batch = self._new_batch()
@@ -135,6 +148,18 @@ class Runner:
             tensor[0] = 0
         if isinstance(self._platform, SupportsWorkspace):
             self._platform.trim()
+
+    def _record_sizes(self) -> None:
+        """Record what a platform wants recorded before the first request, the largest first: the others fit in its memory.
+        Rows of captured requests write into taps, which is another recording."""
+        if self._graphs is None or self._graphs.sizes is None:
+            return
+        num_groups = len(self._resolved.cache.groups)
+        for size in reversed(self._graphs.sizes):
+            plan = null_plan([(0, 1)] * size, num_groups, [SamplingSpec(seed=0, temperature=0.0)] * size)
+            self.execute(plan)
+            if self._capture is not None:
+                self._capture.probe(size, partial(self.execute, plan))
 
     def close(self) -> None:
         """Drop model, cache and platform. A second call does nothing."""
@@ -161,6 +186,7 @@ class Runner:
             device=self._platform.device,
             guides=self._guides,
             processors=self._processors,
+            staging=self._staging,
         )
 
     def _loaded(self) -> CausalLM:
@@ -168,7 +194,8 @@ class Runner:
             raise RuntimeError("the runner is closed")
         return self._model
 
-    def _run(self, rows: StepRows, result: StepResult, step: CapturedStep | None) -> None:
+    def _run(self, rows: StepRows, result: StepResult, step: CapturedStep | None) -> tuple[Draws, Queued] | None:
+        """-> what was drawn without waiting for it, if anything was."""
         model = self._loaded()
         batch, graphs = self._batch.forward_batch(rows, self._kv), self._graphs
         if graphs is not None and graphs.takes(batch):
@@ -190,26 +217,29 @@ class Runner:
         result.errors.update((int(rows.plan_rows[i]), reason) for i, reason in errors.items())
         result.errors.update(self._batch.fork_errors(rows, result.errors))
         draws = self._batch.draws(rows, errors)
-        if len(draws.slots):
-            self._sample(draws, decoded, result)
+        return self._sample(draws, decoded, result) if len(draws.slots) else None
 
-    def _sample(self, draws: Draws, decoded: Decoded, result: StepResult) -> None:
+    def _sample(self, draws: Draws, decoded: Decoded, result: StepResult) -> tuple[Draws, Queued] | None:
         hidden, logits, best, ops = decoded.hidden, decoded.logits, decoded.best, self._platform.ops
         if logits is None or len(draws.slots) < len(logits):  # a row that failed is not drawn for
-            logits = self._loaded().logits(hidden, torch.from_numpy(draws.last_tokens).to(hidden.device))
+            logits = self._loaded().logits(hidden, self._on_device(draws.last_tokens))
             best = None if ops.best is None else ops.best(logits)
         self._guides.wait()
         rows = self._batch.sampling_rows(draws)
+        if self._staging is not None and can_queue(rows, ops.draw):
+            queued = queue_sampling(logits, rows, self._staging.upload, ops.draw, best, ops.uniforms)
+            self._batch.write_queued(draws, queued.ids)
+            return draws, queued
         sampled = sample(logits, rows, ops.draw, best, uniforms=ops.uniforms, penalties=ops.penalties)
         self._batch.write(draws, self._good(sampled), sampled.token_ids)
-        for k, index in enumerate(draws.results.tolist()):
-            if k in sampled.errors:
-                result.errors[index] = sampled.errors[k]
-                continue
-            result.token_ids[index].append(sampled.token_ids[k])
-            if k in sampled.logprobs:
-                result.logprobs[index] = [*(result.logprobs[index] or ()), sampled.logprobs[k]]
+        book(result, draws, sampled)
         self._follow(draws, sampled, result)
+        return None
+
+    def _on_device(self, places: Ints) -> Tensor:
+        if self._staging is not None:
+            return self._staging.upload([places])[0]
+        return torch.from_numpy(places).to(self._platform.device)
 
     def _follow(self, draws: Draws, sampled: Sampled, result: StepResult) -> None:
         """What the guided rows' tokens mean to their grammars; their next masks are begun, and the drafts told."""

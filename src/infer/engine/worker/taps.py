@@ -24,11 +24,14 @@ class Evidence:
     def __init__(self, ids: Tensor, num_experts: int) -> None:
         self._ids = ids
         self._num_experts = num_experts
-        self._range = torch.aminmax(ids)
+        lowest, highest = torch.aminmax(ids)
+        self.range: tuple[Tensor, Tensor] = lowest, highest
+        """Lowest and highest id; once they are on the host nothing waits for the device any more."""
 
     def invalid(self) -> NDArray[np.bool_] | None:
         """[n] which rows hold an id that does not exist; None: none does."""
-        if int(self._range.min) >= 0 and int(self._range.max) < self._num_experts:
+        lowest, highest = self.range
+        if int(lowest) >= 0 and int(highest) < self._num_experts:
             return None
         wrong = (self._ids.amin((0, 2)) < 0) | (self._ids.amax((0, 2)) >= self._num_experts)
         found: NDArray[np.bool_] = wrong.cpu().numpy()

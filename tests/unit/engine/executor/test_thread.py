@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from infer.engine.executor.thread import ThreadExecutor
@@ -209,3 +210,149 @@ async def test_closing_twice_closes_once() -> None:
         with anyio.fail_after(30):
             await executor.aclose()
     assert worker.closed == 1
+
+
+@dataclass
+class Begun:
+    """A step on a device: done when its gate opens."""
+
+    step_id: int
+    worker: OverlappedWorker
+    gate: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+    def ready(self) -> bool:
+        if isinstance(self.error, ValueError):
+            raise self.error
+        return self.gate.is_set()
+
+    def finish(self) -> StepResult:
+        assert self.gate.wait(30)
+        self.worker.notes.append(f"finish {self.step_id}")
+        if self.error is not None:
+            raise self.error
+        return StepResult(step_id=self.step_id, token_ids=[], logprobs=[])
+
+
+@dataclass
+class OverlappedWorker:
+    """Steps begin at once; what `fails` says begins with an error, or ends with it."""
+
+    notes: list[str] = field(default_factory=list)
+    steps: dict[int, Begun] = field(default_factory=dict)
+    begin_errors: dict[int, BaseException] = field(default_factory=dict)
+    open_at_once: bool = False
+    begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def begin(self, plan: StepPlan) -> Begun:
+        self.notes.append(f"begin {plan.step_id}")
+        if plan.step_id in self.begin_errors:
+            self.begun.release()
+            raise self.begin_errors[plan.step_id]
+        step = self.steps[plan.step_id] = Begun(plan.step_id, self)
+        if self.open_at_once:
+            step.gate.set()
+        self.begun.release()
+        return step
+
+    def close(self) -> None:
+        self.notes.append("close")
+
+
+async def overlapped(worker: OverlappedWorker) -> ThreadExecutor:
+    executor = ThreadExecutor()
+    await executor.start(lambda: worker)
+    return executor
+
+
+async def wait_for_begun(worker: OverlappedWorker, count: int = 1) -> None:
+    for _ in range(count):
+        assert await anyio.to_thread.run_sync(lambda: worker.begun.acquire(timeout=30))
+
+
+@pytest.mark.row("ENG-ASYNC-SCHED", "The next step is scheduled while the current one still runs")
+async def test_the_next_step_begins_while_the_device_is_at_the_last_one() -> None:
+    worker = OverlappedWorker()
+    executor = await overlapped(worker)
+    pending = [executor.submit(plan(0)), executor.submit(plan(1))]
+    await wait_for_begun(worker, 2)
+    worker.steps[0].gate.set()
+    assert (await pending[0].wait()).step_id == 0
+    assert worker.notes == ["begin 0", "begin 1", "finish 0"]
+    pending.append(executor.submit(plan(2)))
+    await wait_for_begun(worker)
+    for step in worker.steps.values():
+        step.gate.set()
+    assert [(await step.wait()).step_id for step in pending] == [0, 1, 2]
+    assert worker.notes[-2:] == ["finish 1", "finish 2"]
+    await executor.aclose()
+    assert worker.notes[-1] == "close" and worker_threads() == 0
+
+
+async def test_what_is_ready_is_delivered_before_the_next_step_begins() -> None:
+    """On a CPU `begin` computes the whole step: its reader must not wait for the one behind it."""
+    worker = OverlappedWorker(open_at_once=True)
+    executor = await overlapped(worker)
+    pending = [executor.submit(plan(step_id)) for step_id in range(3)]
+    for step in pending:
+        await step.wait()
+    assert worker.notes == [f"{what} {step_id}" for step_id in range(3) for what in ("begin", "finish")]
+    await executor.aclose()
+
+
+async def test_calls_see_no_step_on_its_way() -> None:
+    worker = OverlappedWorker()
+    executor = await overlapped(worker)
+    step = executor.submit(plan(0))
+    await wait_for_begun(worker)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(executor.call, lambda: worker.notes.append("call"))
+        await anyio.wait_all_tasks_blocked()
+        worker.steps[0].gate.set()
+    assert worker.notes == ["begin 0", "finish 0", "call"]
+    await step.wait()
+    await executor.aclose()
+
+
+async def test_closing_waits_for_what_the_device_is_at() -> None:
+    worker = OverlappedWorker()
+    executor = await overlapped(worker)
+    step = executor.submit(plan(0))
+    await wait_for_begun(worker)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(executor.aclose)
+        await anyio.wait_all_tasks_blocked()
+        worker.steps[0].gate.set()
+    assert worker.notes == ["begin 0", "finish 0", "close"]
+    assert (await step.wait()).step_id == 0
+
+
+@pytest.mark.parametrize("where", ["begin", "ready", "finish"])
+async def test_an_error_fails_its_own_step(where: str) -> None:
+    worker = OverlappedWorker()
+    if where == "begin":
+        worker.begin_errors[1] = RuntimeError("the device says no")
+    executor = await overlapped(worker)
+    pending = [executor.submit(plan(step_id)) for step_id in range(3)]
+    await wait_for_begun(worker, 3)
+    if where != "begin":
+        error: type[Exception] = ValueError if where == "ready" else RuntimeError
+        worker.steps[1].error = error("the device says no")
+    for step in worker.steps.values():
+        step.gate.set()
+    assert (await pending[0].wait()).step_id == 0
+    with pytest.raises((RuntimeError, ValueError), match="the device says no"):
+        await pending[1].wait()
+    assert (await pending[2].wait()).step_id == 2
+    await executor.aclose()
+
+
+async def test_a_dying_thread_takes_the_steps_on_their_way_with_it() -> None:
+    worker = OverlappedWorker(begin_errors={1: SystemExit("gone")})
+    executor = await overlapped(worker)
+    pending = [executor.submit(plan(step_id)) for step_id in range(3)]
+    for step in pending:
+        with pytest.raises(EngineDeadError, match="gone"):
+            await step.wait()
+    await executor.aclose()
