@@ -195,6 +195,31 @@ def test_platform_draw(plant_bug: PlantBug, registry: Registry, bug: Any) -> Non
     assert failures(platform.checks(spec)) == {"draw"}
 
 
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda o, x, rows, t, *rest: o(x, rows, t, *rest[:-1], torch.full_like(rest[-1], 255)),
+        lambda o, x, rows, t, *rest: o(x, rows, t, *rest[:-1], rest[-1] & torch.tensor([255] * 8 + [0] * 4).byte()),
+        lambda o, x, rows, t, *rest: o(x, rows, t, *rest[:-1], rest[-1].flip(-1)),
+        lambda o, x, rows, t, *rest: o(x, rows, t.clamp_min(0.5), *rest),
+        lambda o, x, rows, t, *rest: o(x, rows, t * 0, *rest),
+        lambda o, x, rows, t, *rest: o(x, rows * 0, t, *rest),
+        lambda o, x, rows, t, *rest: o(x, rows, t, *rest).clamp_min(0),
+        lambda o, x, rows, t, *rest: o(x.nan_to_num_(neginf=-9.0), rows, t, *rest),
+    ],
+    ids=["no mask", "first words", "order", "never greedy", "always greedy", "rows", "nothing left", "in place"],
+)
+def test_platform_draw_allowed(plant_bug: PlantBug, registry: Registry, bug: Any) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "cpu", threads)
+        original = made.ops.draw_allowed
+        made.ops = dataclasses.replace(made.ops, draw_allowed=lambda *arguments: bug(original, *arguments))
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant_bug(make))
+    assert failures(platform.checks(spec)) == {"draw_allowed"}
+
+
 def test_platform_that_leaks_its_thread_count(plant_bug: PlantBug, registry: Registry) -> None:
     def make(threads: int | None) -> Any:
         made = registry.create("platform", "reference", threads)

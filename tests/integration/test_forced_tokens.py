@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from infer import Choice, Completion, SamplingError, SamplingParams
+from infer.engine.worker.runner import MAX_AWAITED
 from integration.engine_support import LLAMA, parts_of, record, serve, write_checkpoint
 from integration.test_route_scenarios import MOE
 
@@ -114,6 +115,19 @@ def test_two_spellings_are_the_models_choice(checkpoint: Path) -> None:
     assert len({choice.token_ids for choice in done[0].choices}) > 1, "the same text in several spellings"
     assert {choice.text for choice in done[0].choices} == {"the the the the the"}
     assert (plain, skipped) == (fewer, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_beside_many_rows_runs_are_told_one_token_later(checkpoint: Path, depth: int) -> None:
+    """A step does not wait for many masks: of runs that begin then one token less is skipped, and no answer differs."""
+    asked = SamplingParams(max_tokens=90, seed=3, structured_output={"regex": "(ÄÖÜ[ab]){9}"})
+    few, many = [f"{i}" for i in range(2)], [f"{i}" for i in range(2 * MAX_AWAITED)]
+    sections = {"scheduler": {"in_flight_depth": depth, "max_num_seqs": len(many), "max_num_batched_tokens": 512}}
+    awaited, *_, skipped_of_few = both_ways(checkpoint, few, asked, **sections)
+    done, plain, fewer, skipped = both_ways(checkpoint, many, asked, **sections)
+    assert [one.token_ids for one in done[:2]] == [one.token_ids for one in awaited]
+    assert fewer < plain
+    assert 0 < skipped / len(many) < skipped_of_few / len(few)
 
 
 def test_preemption_and_neighbours_change_nothing(checkpoint: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from infer.backends.cpu.platform import create
-from infer.engine.sampling.draw import FusedDraw
+from infer.engine.sampling.draw import FusedDraw, MaskedDraw
 from infer.engine.sampling.row import Feature, make_row
 from infer.engine.sampling.sampler import sample
 from infer.engine.step import SamplingSpec
@@ -26,6 +27,13 @@ SLACK = 2e-6
 @functools.cache
 def native() -> FusedDraw:
     draw = create(2).ops.draw
+    assert draw is not None
+    return draw
+
+
+@functools.cache
+def native_masked() -> MaskedDraw:
+    draw = create(2).ops.draw_allowed
     assert draw is not None
     return draw
 
@@ -139,6 +147,69 @@ def test_the_best_is_the_first_of_the_highest(width: int, kinds: list[str], seed
     ids, values = best(logits)
     assert ids.tolist() == logits.numpy().argmax(axis=-1).tolist()
     assert torch.equal(values.nan_to_num(7.5), logits[torch.arange(len(kinds)), ids].nan_to_num(7.5))
+
+
+MASKED_ROWS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.1, 1.0, 1.7]),
+        "top_k": st.sampled_from([0, 1, 2, 7, 400]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
+        "min_p": st.sampled_from([0.0, 0.01, 1.0]),
+        "number": st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 1 - 2**-53]),
+        "kind": st.sampled_from(["wide", "flat", "ties", "masked", "one"]),
+        "density": st.sampled_from([0.0, 0.01, 0.5, 0.99, 1.0]),
+    }
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([1, 5, 31, 32, 33, 127, 1000, 4097]),
+    st.lists(MASKED_ROWS, min_size=1, max_size=6),
+    st.integers(0, 99),
+)
+def test_a_draw_among_allowed_tokens_is_one_over_a_row_without_the_others(
+    width: int, rows: list[dict[str, Any]], seed: int
+) -> None:
+    """Bits behind the last token say nothing."""
+    draw = native_masked()
+    random = np.random.default_rng(seed)
+    logits = torch.stack([logits_of(row["kind"], width, seed + i) for i, row in enumerate(rows)])
+    untouched = logits.clone()
+    bits = np.stack([random.random(-(-width // 32) * 32) < row["density"] for row in rows])
+    columns = (
+        torch.arange(len(rows)),
+        torch.tensor([row["temperature"] for row in rows], dtype=torch.float32),
+        torch.tensor([row["top_k"] for row in rows]),
+        torch.tensor([row["top_p"] for row in rows], dtype=torch.float64),
+        torch.tensor([row["min_p"] for row in rows], dtype=torch.float32),
+        torch.tensor([row["number"] for row in rows], dtype=torch.float64),
+        torch.from_numpy(np.packbits(bits, axis=1, bitorder="little")),
+    )
+    ids = draw(logits, *columns).tolist()
+    assert torch.equal(logits, untouched)
+    for i, (row, token) in enumerate(zip(rows, ids, strict=True)):
+        x = np.where(bits[i, :width], logits[i].double().numpy(), -math.inf)
+        if not (x > -math.inf).any():
+            assert token == -1
+            continue
+        if row["temperature"] == 0.0:
+            assert token == int(x.argmax())
+            continue
+        assert x[token] > -math.inf
+        temperature = float(np.float32(row["temperature"]))
+        sets = left_over(x, temperature, row["top_k"], row["top_p"], float(np.float32(row["min_p"])))
+        assert any(falls_on(x, temperature, kept, row["number"], token) for kept in sets), (row, token)
+        alone = [values[i : i + 1] for values in columns]
+        assert draw(logits, *alone).tolist() == [token]
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (1, 12), (2, 16), (2, 12, 1)])
+def test_masks_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
+    two = torch.zeros(2, dtype=torch.int64)
+    columns = two, two.float(), two, two.double() + 1, two.float(), two.double()
+    with pytest.raises(ValueError, match=r"uint8 \(2, 12\) is needed"):
+        native_masked()(torch.zeros(1, 70), *columns, torch.zeros(shape, dtype=torch.uint8))
 
 
 def test_shares_of_a_real_vocabulary_are_met() -> None:

@@ -255,6 +255,10 @@ class Ops:
     """(logits [M, V] fp32, dense, places [P] int64, counts [P] fp32, settings [P] int64, repetition, frequency, presence [S]
     fp32), in place: the logit at each place of the flat logits, no place twice, is divided by its setting's repetition if it
     is positive, else multiplied by it; then loses its count times frequency, and presence where the count is not 0."""
+    draw_allowed: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """(`draw`'s arguments, then masks [D, ceil(V / 32) * 4] uint8) -> ids [D] int64: as `draw` over logits in which every token
+    i whose bit i % 8 of byte i // 8 is 0 is minus infinity. At temperature 0 the highest that is left, of equal ones the
+    lowest id. -1 where nothing above minus infinity is left."""
     best: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     """logits [M, V] fp32 -> (ids [M] int64 of the highest logit of each row, of equal ones the lowest, that logit [M]). A NaN
     counts as higher than all numbers."""

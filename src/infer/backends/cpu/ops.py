@@ -56,6 +56,7 @@ def make_ops(native: NativeOps, experts: NativeExperts, weights: NativeWeights) 
         sigmoid=native.sigmoid,
         tanh=native.tanh,
         draw=native.draw,
+        draw_allowed=native.draw_allowed,
         best=native.best,
         scale=native.scale,
         widen=experts.widen,
@@ -249,24 +250,31 @@ class NativeOps(Kernels):
         )
         return out
 
-    def draw(
-        self,
-        logits: Tensor,
-        rows: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        number: Tensor,
-    ) -> Tensor:
-        count, width = len(rows), logits.shape[1]
+    def draw(self, logits: Tensor, *columns: Tensor) -> Tensor:
+        return self._draw(logits, columns, None)
+
+    def draw_allowed(self, logits: Tensor, *columns: Tensor) -> Tensor:
+        *columns_of_draw, masks = columns
+        needed = len(columns[0]), -(-logits.shape[1] // 32) * 4
+        if masks.dtype != torch.uint8 or masks.shape != needed:
+            raise ValueError(f"masks are {masks.dtype} {tuple(masks.shape)}; uint8 {needed} is needed")
+        return self._draw(logits, columns_of_draw, masks.contiguous())
+
+    def _draw(self, logits: Tensor, columns: Sequence[Tensor], masks: Tensor | None) -> Tensor:
+        count, width = len(columns[0]), logits.shape[1]
         ids = self._new(torch.int64, count)
-        work = self._new(torch.uint8, self._call.infer_draw_work(self._library.pool, width))
+        work = self._new(torch.uint8, self._call.infer_draw_work(self._library.pool, masks is not None, width))
         if self._dry:
             return ids
-        given = [tensor.contiguous() for tensor in (logits, rows, temperature, top_k, top_p, min_p, number)]
+        given = [tensor.contiguous() for tensor in (logits, *columns)]
         self._call.infer_draw(
-            self._library.pool, *[tensor.data_ptr() for tensor in given], ids.data_ptr(), work.data_ptr(), count, width
+            self._library.pool,
+            *[tensor.data_ptr() for tensor in given],
+            None if masks is None else masks.data_ptr(),
+            ids.data_ptr(),
+            work.data_ptr(),
+            count,
+            width,
         )
         return ids
 

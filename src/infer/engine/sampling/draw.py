@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.engine.sampling.philox import uniforms
-from infer.engine.sampling.row import SamplingRow
+from infer.engine.sampling.row import Feature, SamplingRow
 
 BLOCK = 128
 """Tokens per partial sum: the search goes to a block first, then to a token within it."""
@@ -20,6 +20,8 @@ FusedDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], T
 """`plugins.platform.Ops.draw`."""
 Uniforms = Callable[[Tensor, Tensor], Tensor]
 """`plugins.platform.Ops.uniforms`."""
+MaskedDraw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`plugins.platform.Ops.draw_allowed`."""
 
 
 def seeds_of(rows: Sequence[SamplingRow]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
@@ -44,23 +46,47 @@ def draw_fused(
 ) -> Tensor:
     """(raw float32 [M, V], rows of it, their state, the platform's own random numbers if it has them) -> ids [D] int64:
     temperature, truncation and draw in one."""
-    specs, device = [row.spec for row in rows], logits.device
+    return fused(logits, *_columns(logits.device, index, rows, on_device))
 
-    def column(values: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
 
-    if on_device is None:
-        numbers = torch.from_numpy(numbers_of(rows)).to(device)
+def draw_masked(
+    fused: MaskedDraw,
+    logits: Tensor,
+    index: Sequence[int],
+    rows: Sequence[SamplingRow],
+    on_device: Uniforms | None = None,
+) -> Tensor:
+    """As `draw_fused` for rows with a guide: among what their masks allow, the best of it for greedy rows; -1 for none."""
+    every = b"\xff" * (-(-logits.shape[-1] // 32) * 4)
+    joined = bytearray().join(every if row.guide is None else row.guide.mask or every for row in rows)
+    masks = torch.from_numpy(np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), -1))
+    return fused(logits, *_columns(logits.device, index, rows, on_device), masks.to(logits.device))
+
+
+def _columns(
+    device: torch.device, index: Sequence[int], rows: Sequence[SamplingRow], on_device: Uniforms | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a fused draw takes behind the logits. By NumPy, for in each operation of torch another thread may take over."""
+    specs = [row.spec for row in rows]
+    random = [bool(row.features & Feature.RANDOM) for row in rows]
+
+    def column(values: Any, dtype: type[np.generic]) -> Tensor:
+        made = torch.from_numpy(np.array(values, dtype=dtype))
+        return made if device.type == "cpu" else made.to(device)
+
+    if not any(random):
+        numbers = column([0.0] * len(rows), np.float64)
+    elif on_device is None:
+        numbers = column(numbers_of(rows), np.float64)
     else:
-        seeds, positions = (torch.from_numpy(given.view(np.int64)).to(device) for given in seeds_of(rows))
+        seeds, positions = (column(given.view(np.int64), np.int64) for given in seeds_of(rows))
         numbers = on_device(seeds, positions)
-    return fused(
-        logits,
-        column(list(index), torch.int64),
-        column([spec.temperature for spec in specs], torch.float32),
-        column([spec.top_k for spec in specs], torch.int64),
-        column([spec.top_p for spec in specs], torch.float64),
-        column([spec.min_p for spec in specs], torch.float32),
+    return (
+        column(index, np.int64),
+        column([spec.temperature if own else 0.0 for spec, own in zip(specs, random, strict=True)], np.float32),
+        column([spec.top_k for spec in specs], np.int64),
+        column([spec.top_p for spec in specs], np.float64),
+        column([spec.min_p for spec in specs], np.float32),
         numbers,
     )
 

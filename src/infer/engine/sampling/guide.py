@@ -82,6 +82,11 @@ class Guide:
         return None if self._ahead else self._failure
 
     @property
+    def knows_next(self) -> bool:
+        """What comes next was taken in ahead: `prepare` has nothing to do."""
+        return bool(self._ahead)
+
+    @property
     def drafts(self) -> list[int]:
         """Tokens that come next for certain, and behind which one is drawn."""
         ends = self._is_complete or self._failure is not None or self._stuck is not None
@@ -127,10 +132,11 @@ class Guide:
         """The one that the mask allows, if it is no more than one and no end."""
         if self._mask is None:
             return None
-        bits = int.from_bytes(self._mask, "little")
-        if bits.bit_count() != 1:
+        start = len(self._mask) - len(self._mask.lstrip(b"\0"))
+        byte = self._mask.strip(b"\0")  # of all ways to count bits the one that mostly ends at once
+        if len(byte) != 1 or byte[0] & (byte[0] - 1):
             return None
-        token_id = bits.bit_length() - 1
+        token_id = 8 * start + byte[0].bit_length() - 1
         return None if token_id in self._end_ids or token_id in self._vocabulary.eos_token_ids else token_id
 
     def _take(self, token_id: int) -> None:

@@ -29,7 +29,7 @@ from infer.engine.sampling import (
     top_k,
     top_p,
 )
-from infer.engine.sampling.draw import FusedDraw, Uniforms, draw, draw_fused
+from infer.engine.sampling.draw import FusedDraw, MaskedDraw, Uniforms, draw, draw_fused, draw_masked
 from infer.engine.sampling.fused_penalties import FusedPenalties
 from infer.engine.sampling.kept_set import KeptSet
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
@@ -63,6 +63,8 @@ ORDER = SHAPING + TRUNCATION
 
 UNFUSED = PROCESSED & ~(Feature.RANDOM | Feature.TEMPERATURE | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P)
 """What a platform's own draw knows nothing of."""
+UNFUSED_GUIDED = UNFUSED & ~Feature.GUIDED
+"""The same of its draw among allowed tokens."""
 
 CHUNK_ELEMENTS = 2**17
 """Logits processed at a time: bounds the sampler's memory whatever the batch, and keeps it in the CPU's cache."""
@@ -105,12 +107,13 @@ def sample(
     fused: FusedDraw | None = None,
     best: tuple[Tensor, Tensor] | None = None,
     *,
+    masked: MaskedDraw | None = None,
     uniforms: Uniforms | None = None,
     penalties: FusedPenalties | None = None,
 ) -> Sampled:
     """(raw float32 [M, V], a row each or None when every row is plain greedy, the platform's own draw if it has one, the best
-    of these logits as of `Ops.best` if they are known; its own random numbers and penalties if it has them) -> ids. `logits`
-    stay as they are."""
+    of these logits as of `Ops.best` if they are known; its draw among allowed tokens, its own random numbers and penalties
+    if it has them) -> ids. `logits` stay as they are."""
     if best is not None:
         chosen, highest = best[0].tolist(), best[1].tolist()
         if rows is not None:
@@ -130,6 +133,8 @@ def sample(
         settled = _force(rows, result)
         if fused is not None:
             settled |= _draw_fused(fused, uniforms, logits, rows, settled, result)
+        if masked is not None:
+            settled |= _draw_masked(masked, uniforms, logits, rows, settled, result)
         shaping = None if penalties is None else with_penalties(penalties)
         for index in _chunks(rows, PROCESSED, settled, size):
             _sample_chunk(logits, index, rows, result, shaping)
@@ -171,6 +176,38 @@ def _draw_fused(
         return set()
     for i, token_id in zip(index, ids, strict=True):
         result.token_ids[i] = token_id
+    return set(index)
+
+
+def _draw_masked(
+    masked: MaskedDraw,
+    uniforms: Uniforms | None,
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    skip: Container[int],
+    result: Sampled,
+) -> set[int]:
+    """The same for rows with a guide, also greedy ones. One whose guide has failed is left to `grammar_mask`, which says so."""
+    index = [
+        i
+        for i, row in enumerate(rows)
+        if row.features & Feature.GUIDED
+        and not row.features & UNFUSED_GUIDED
+        and i not in skip
+        and not _wants_processed(row)
+        and (row.guide is None or row.guide.failure is None)
+    ]
+    if not index:
+        return set()
+    try:
+        ids = draw_masked(masked, logits, index, [rows[i] for i in index], uniforms).tolist()
+    except Exception:  # one by one only the culprit will fail
+        return set()
+    for i, token_id in zip(index, ids, strict=True):
+        if token_id == NO_TOKEN:
+            _fail(result, i, _diagnose_processed(-math.inf, rows[i]))
+        else:
+            result.token_ids[i] = token_id
     return set(index)
 
 

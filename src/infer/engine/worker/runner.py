@@ -32,6 +32,10 @@ from infer.engine.worker.step_flight import Finished, StepFlight, book
 from infer.plugins.model import CausalLM
 from infer.plugins.platform import Platform, SupportsGraphs, SupportsStaging, SupportsWorkspace
 
+MAX_AWAITED = 8
+"""Rows whose masks a step waits for at its end, to tell what they leave no choice about. With more the next step tells it, one
+token later: a mask takes as long as a step saves where about one token in a hundred begins a run of forced ones."""
+
 
 class Runner:
     """One model on one platform. Not thread-safe: one thread calls it."""
@@ -230,7 +234,15 @@ class Runner:
             queued = queue_sampling(logits, rows, self._staging.upload, ops.draw, best, ops.uniforms)
             self._batch.write_queued(draws, queued.ids)
             return draws, queued
-        sampled = sample(logits, rows, ops.draw, best, uniforms=ops.uniforms, penalties=ops.penalties)
+        sampled = sample(
+            logits,
+            rows,
+            ops.draw,
+            best,
+            masked=ops.draw_allowed,
+            uniforms=ops.uniforms,
+            penalties=ops.penalties,
+        )
         self._batch.write(draws, self._good(sampled), sampled.token_ids)
         book(result, draws, sampled)
         self._follow(draws, sampled, result)
@@ -252,14 +264,16 @@ class Runner:
                 result.errors[index] = guide.failure
             elif guide.is_complete:
                 result.complete.add(index)
+            elif guide.knows_next:
+                result.drafts[index] = guide.drafts
             else:
                 self._guides.drawn(guide)
                 if guide.looks_ahead:
                     looking.append((index, guide))
         self._guides.ahead()
-        if looking:
+        if 0 < len(looking) <= MAX_AWAITED:
             self._guides.wait()
-            result.drafts = {index: drafts for index, guide in looking if (drafts := guide.drafts)}
+            result.drafts.update((index, drafts) for index, guide in looking if (drafts := guide.drafts))
 
     def _copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         """Blocks that forks own: the incomplete last block of a shared prompt."""

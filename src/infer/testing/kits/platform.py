@@ -23,6 +23,7 @@ from infer.plugins.platform import (
     SupportsWorkspace,
 )
 from infer.testing.kits import Check, expect, load
+from infer.testing.kits._platform_choices import CHOICES
 from infer.testing.kits._platform_ops import OPTIONAL, Draw, double
 from infer.testing.kits._platform_sampling import check_penalties, check_uniforms
 
@@ -40,8 +41,8 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     yield Check("step_context_restores_what_it_changes", partial(_step_context, platform))
     yield Check("workspace", partial(_workspace, platform))
     yield Check("graphs", partial(_graphs, platform))
-    yield Check("draw", partial(_draw, platform))
-    yield Check("best", partial(_best, platform))
+    for name, choice in CHOICES.items():
+        yield Check(name, partial(choice, platform))
     yield Check("uniforms", partial(check_uniforms, platform))
     yield Check("penalties", partial(check_penalties, platform))
     for name in platform.limits().dtypes:
@@ -153,61 +154,6 @@ def _graphs(platform: Platform) -> None:
         for _, both in (platform.record(several), platform.record(several)):
             if both is not None:
                 expect(all(map(torch.equal, both.replay(), right)), "a replay of work with several results differs")
-
-
-def _draw(platform: Platform) -> None:
-    """Over a few rows whose answer is plain: ties, one after the other in the order of ids, and what truncation leaves."""
-    draw, device = platform.ops.draw, platform.device
-    if draw is None:
-        return
-    even, steps = torch.zeros(8), torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0, 3.0, -1.0, 0.5])
-    masked = torch.where(torch.arange(8) % 2 == 0, -math.inf, 0.0)
-    # (row, temperature, top_k, top_p, min_p, number) -> id
-    cases = [
-        ((0, 1.0, 0, 1.0, 0.0, 0.99), 7),
-        ((0, 1.0, 4, 1.0, 0.0, 0.99), 3),
-        ((0, 1.0, 0, 0.5, 0.0, 0.99), 3),
-        ((1, 1.0, 1, 1.0, 0.0, 0.99), 1),
-        ((1, 1.0, 0, 1.0, 1.0, 0.99), 5),
-        ((1, 1.0, 0, 1e-9, 0.0, 0.99), 1),
-        ((1, 0.01, 0, 1.0, 0.0, 0.7), 5),
-        ((2, 1.0, 0, 1.0, 0.0, 0.0), 1),
-        ((2, 1.0, 100, 1.0, 0.0, 0.999), 7),
-        ((1, 1e6, 0, 1.0, 0.0, 0.1), 0),
-    ]
-    columns = zip(*(case for case, _ in cases), strict=True)
-    dtypes = (torch.int64, torch.float32, torch.int64, torch.float64, torch.float32, torch.float64)
-    with platform.step_context():
-        logits = torch.stack((even, steps, masked)).to(device)
-        given = [
-            torch.tensor(column, dtype=dtype, device=device) for column, dtype in zip(columns, dtypes, strict=True)
-        ]
-        before = logits.clone()
-        ids = draw(logits, *given).tolist()
-        expect(torch.equal(logits, before), "draw changes the logits")
-    for (case, right), found in zip(cases, ids, strict=True):
-        expect(found == right, f"draw{case} gives {found}, not {right}")
-
-
-def _best(platform: Platform) -> None:
-    """Ties, minus infinity alone, and a NaN; over widths around those that vectors have."""
-    best, device = platform.ops.best, platform.device
-    if best is None:
-        return
-    with platform.step_context():
-        for width in (1, 7, 16, 31, 200, 5000):
-            rows = torch.full((5, width), -math.inf)
-            rows[1] = 0.0
-            rows[2, width // 2 :] = 2.0
-            rows[3, width - 1] = -3.0
-            rows[4, width // 3 :: 2] = math.nan
-            ids, values = best(rows.to(device))
-            right = [0, 0, width // 2, width - 1, width // 3]
-            expect(ids.tolist() == right, f"best of {width} gives {ids.tolist()}, not {right}")
-            expect(
-                torch.equal(values.cpu()[:4], rows[range(4), right[:4]]) and bool(values[4].isnan()),
-                f"best of {width} has the values {values.tolist()}",
-            )
 
 
 def _embedding(ops: Ops, draw: Draw) -> None:

@@ -100,7 +100,7 @@ class ToyPlatform:
 
     name = "toy"
     device = torch.device("cpu")
-    ops: Any = SimpleNamespace(draw=None, best=None, uniforms=None, penalties=None)
+    ops: Any = SimpleNamespace(draw=None, draw_allowed=None, best=None, uniforms=None, penalties=None)
     closed = False
 
     def limits(self) -> Any:

@@ -37,10 +37,12 @@ void infer_gate(void* pool, int dtype, int kind, const void* x, void* y, int64_t
 void infer_rotary(void* pool, int dtype, const void* x, const float* cos, const float* sin, void* y, int64_t tokens,
                   int64_t heads, int64_t size, int64_t half, int64_t stride);
 // A token for each of `count` rows of logits [., n] fp32, named by `rows`; see sampling.cpp. top_k 0: all. numbers in [0, 1).
-int64_t infer_draw_work(void* pool, int64_t n);
+// masks null, or for each a bit per token in whole 32-bit words: only tokens whose bit is set; temperature 0 is the best of
+// them, -1 the id where none is left.
+int64_t infer_draw_work(void* pool, int masked, int64_t n);
 void infer_draw(void* pool, const float* logits, const int64_t* rows, const float* temperatures, const int64_t* top_k,
-                const double* top_p, const float* min_p, const double* numbers, int64_t* ids, void* work, int64_t count,
-                int64_t n);
+                const double* top_p, const float* min_p, const double* numbers, const uint8_t* masks, int64_t* ids, void* work,
+                int64_t count, int64_t n);
 // The best of each row of logits [count, n] and its id: of equal values the first, a NaN before all others.
 void infer_best(void* pool, const float* logits, int64_t* ids, float* values, int64_t count, int64_t n);
 // y = factor * x.

@@ -1,5 +1,6 @@
 // Draws tokens from rows of logits: temperature, top-k, top-p and min-p, then the inverse of the cumulative probability in
-// the order of ids. Nothing is sorted but the few tokens at a border. Each row depends on itself alone.
+// the order of ids. Nothing is sorted but the few tokens at a border. Each row depends on itself alone. Of a row with a mask
+// only the allowed logits are looked at: they are moved together first.
 #include <algorithm>
 
 #include "api.h"
@@ -19,13 +20,17 @@ struct Space {
     int32_t* border;   // [n] places whose order at a border must be known
     double* mass;      // [max(BUCKETS, blocks)]
     uint32_t* counts;  // [BUCKETS]
+    float* allowed;    // [n] logits that a mask allows
+    int32_t* places;   // [n] where they were
 };
 
 static int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static int64_t sums(int64_t n) { return std::max<int64_t>(BUCKETS, (n + BLOCK - 1) / BLOCK); }
 
-static int64_t space_bytes(int64_t n) { return 3 * padded(4 * n) + padded(8 * sums(n)) + padded(4 * BUCKETS); }
+static int64_t space_bytes(int64_t n, bool masked) {
+    return (masked ? 5 : 3) * padded(4 * n) + padded(8 * sums(n)) + padded(4 * BUCKETS);
+}
 
 static Space space_at(uint8_t* place, int64_t n) {
     Space s;
@@ -33,7 +38,9 @@ static Space space_at(uint8_t* place, int64_t n) {
     s.ids = (int32_t*)place, place += padded(4 * n);
     s.border = (int32_t*)place, place += padded(4 * n);
     s.mass = (double*)place, place += padded(8 * sums(n));
-    s.counts = (uint32_t*)place;
+    s.counts = (uint32_t*)place, place += padded(4 * BUCKETS);
+    s.allowed = (float*)place, place += padded(4 * n);
+    s.places = (int32_t*)place;
     return s;
 }
 
@@ -199,12 +206,44 @@ static int64_t draw(const float* x, int64_t n, float temperature, int64_t top_k,
     return chosen ? s.ids[place] : place;
 }
 
+// Moves the logits whose bit is set together, in the order of ids. Returns how many there are.
+static int64_t gather_allowed(const float* x, const uint8_t* mask, int64_t n, const Space& s) {
+    constexpr int64_t BITS = 32;
+    int64_t count = 0;
+    for (int64_t begin = 0; begin < n; begin += BITS, mask += BITS / 8) {
+        uint32_t word = uint32_t(mask[0]) | uint32_t(mask[1]) << 8 | uint32_t(mask[2]) << 16 | uint32_t(mask[3]) << 24;
+        if (n - begin < BITS) word &= (1u << (n - begin)) - 1;
+        if (word == ~0u) {
+            std::memcpy(s.allowed + count, x + begin, sizeof(float) * BITS);
+            for (int64_t i = 0; i < BITS; ++i) s.places[count + i] = int32_t(begin + i);
+            count += BITS;
+            continue;
+        }
+        for (; word; word &= word - 1) {
+            int64_t place = begin + __builtin_ctz(word);
+            s.allowed[count] = x[place];
+            s.places[count++] = int32_t(place);
+        }
+    }
+    return count;
+}
+
+// As `draw`, among what the mask allows; at temperature 0 the best of it. -1 where nothing is left.
+static int64_t draw_allowed(const float* x, const uint8_t* mask, int64_t n, float temperature, int64_t top_k, double top_p,
+                            float min_p, double number, const Space& s) {
+    const int64_t count = gather_allowed(x, mask, n, s);
+    const int64_t top = count ? best(s.allowed, count) : -1;
+    if (top < 0 || !(s.allowed[top] > -__builtin_inff())) return -1;
+    if (temperature == 0.0f) return s.places[top];
+    return s.places[draw(s.allowed, count, temperature, top_k, top_p, min_p, number, s)];
+}
+
 }  // namespace infer
 
 using namespace infer;
 
-extern "C" int64_t infer_draw_work(void* pool, int64_t n) {
-    return static_cast<Pool*>(pool)->size() * space_bytes(n);
+extern "C" int64_t infer_draw_work(void* pool, int masked, int64_t n) {
+    return static_cast<Pool*>(pool)->size() * space_bytes(n, masked);
 }
 
 extern "C" void infer_best(void* pool, const float* logits, int64_t* ids, float* values, int64_t count, int64_t n) {
@@ -216,11 +255,15 @@ extern "C" void infer_best(void* pool, const float* logits, int64_t* ids, float*
 }
 
 extern "C" void infer_draw(void* pool, const float* logits, const int64_t* rows, const float* temperatures,
-                           const int64_t* top_k, const double* top_p, const float* min_p, const double* numbers, int64_t* ids,
-                           void* work, int64_t count, int64_t n) {
+                           const int64_t* top_k, const double* top_p, const float* min_p, const double* numbers,
+                           const uint8_t* masks, int64_t* ids, void* work, int64_t count, int64_t n) {
     auto body = [&](int64_t i, int thread) {
-        Space s = space_at((uint8_t*)work + thread * space_bytes(n), n);
-        ids[i] = draw(logits + rows[i] * n, n, temperatures[i], top_k[i], top_p[i], min_p[i], numbers[i], s);
+        const Space s = space_at((uint8_t*)work + thread * space_bytes(n, masks), n);
+        const float* x = logits + rows[i] * n;
+        if (masks)
+            ids[i] = draw_allowed(x, masks + i * ((n + 31) / 32 * 4), n, temperatures[i], top_k[i], top_p[i], min_p[i], numbers[i], s);
+        else
+            ids[i] = draw(x, n, temperatures[i], top_k[i], top_p[i], min_p[i], numbers[i], s);
     };
     parallel(*static_cast<Pool*>(pool), count, body);
 }
