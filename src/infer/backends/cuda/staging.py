@@ -158,5 +158,7 @@ class Fetched:
     @staticmethod
     def _own(host: NDArray[np.uint8], place: Place) -> Tensor:
         """A copy: the buffer is the next step's."""
+        if not place.num_bytes:  # an array without elements has strides that no view can be made of
+            return torch.empty(place.shape, dtype=place.dtype)
         piece = host[place.start : place.start + place.num_bytes].copy()
         return torch.from_numpy(piece).view(place.dtype).view(place.shape)

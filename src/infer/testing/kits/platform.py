@@ -26,6 +26,7 @@ from infer.testing.kits import Check, expect, load
 from infer.testing.kits._platform_choices import CHOICES
 from infer.testing.kits._platform_ops import OPTIONAL, Draw, double
 from infer.testing.kits._platform_sampling import check_penalties, check_uniforms
+from infer.testing.kits._platform_staging import check_staging
 
 BLOCK_SIZE = 4
 
@@ -43,6 +44,7 @@ def checks(spec: PlatformSpec) -> Iterator[Check]:
     yield Check("graphs", partial(_graphs, platform))
     for name, choice in CHOICES.items():
         yield Check(name, partial(choice, platform))
+    yield Check("staging", partial(check_staging, platform))
     yield Check("uniforms", partial(check_uniforms, platform))
     yield Check("penalties", partial(check_penalties, platform))
     for name in platform.limits().dtypes:
