@@ -255,6 +255,7 @@ class Runner:
 
     def _follow(self, draws: Draws, sampled: Sampled, result: StepResult) -> None:
         """What the guided rows' tokens mean to their grammars; their next masks are begun, and the drafts told."""
+        known: list[tuple[int, Guide]] = []
         looking: list[tuple[int, Guide]] = []
         for k, guide in self._batch.guided(draws):
             index = int(draws.results[k])
@@ -265,7 +266,7 @@ class Runner:
             elif guide.is_complete:
                 result.complete.add(index)
             elif guide.knows_next:
-                result.drafts[index] = guide.drafts
+                known.append((index, guide))
             else:
                 self._guides.drawn(guide)
                 if guide.looks_ahead:
@@ -273,7 +274,8 @@ class Runner:
         self._guides.ahead()
         if 0 < len(looking) <= MAX_AWAITED:
             self._guides.wait()
-            result.drafts.update((index, drafts) for index, guide in looking if (drafts := guide.drafts))
+            known += looking
+        result.drafts = {index: drafts for index, guide in known if (drafts := guide.drafts)}
 
     def _copy_blocks(self, copies: list[tuple[int, int, int]]) -> None:
         """Blocks that forks own: the incomplete last block of a shared prompt."""
