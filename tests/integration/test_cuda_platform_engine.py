@@ -3,13 +3,14 @@ streams, events, page-locked memory and graphs in an order that a real GPU needs
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fakes.cuda_device import FakeDevice
+from fakes.cuda_device import FakeDevice, FakeMemory
 from fakes.cuda_table import table_of
 from infer import Completion, SamplingParams
 from infer.backends.cuda import cuda_platform, platform
@@ -112,11 +113,48 @@ def test_tokens_are_those_of_the_reference(dense: Path, fakes: Fakes) -> None:
 
 
 @pytest.mark.row("ENG-ASYNC-SCHED", "identical tokens with it on and off")
-def test_captured_rows_are_those_of_the_reference(moe: Path, fakes: Fakes) -> None:
-    """Rows cross with the tokens: they wait for nothing, and nothing waits for them."""
+def test_captured_rows_are_those_of_the_reference(
+    moe: Path, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows cross with the tokens: they wait for nothing, and nothing waits for them. A step that took more memory than was
+    planned is told of."""
+    taken = itertools.count(1)
+    monkeypatch.setattr(FakeMemory, "in_use", lambda memory: next(taken) << 30)
     capture = {"capture": {"routed_experts": True}}
     expected = generate(moe, "reference", depth=1, **capture)
     assert all(one[2] for one in expected)
     assert_same(generate(moe, "cuda", **capture), expected)
     check(fakes[-1])
     assert fakes[-1].num_replays > 0
+    assert "the widest step took 1.0 GiB" in caplog.text
+
+
+def test_no_token_and_no_captured_row_makes_the_host_wait(moe: Path, fakes: Fakes) -> None:
+    """Greedy and drawn rows with log-probabilities and routes: the host looks at events, and at nothing that is on the device."""
+    with serve(
+        moe,
+        platform={"name": "cuda"},
+        cache={"num_blocks": 22, "block_size": 4},
+        scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 16},
+        capture={"routed_experts": True},
+    ) as engine:
+        device = fakes[-1]
+        started, replays, pinned = len(device.waits), device.num_replays, device.memory.num_pinned
+        asked = [
+            SamplingParams(
+                max_tokens=8,
+                temperature=k / 4,
+                top_p=0.9,
+                seed=k,
+                logprobs=k,
+                ignore_eos=True,
+                return_routed_experts=True,
+            )
+            for k in range(4)
+        ]
+        done = engine.generate_many([[3 + k, 4, 5] * (2 + k) for k in range(4)], asked)
+        assert [len(one.token_ids) for one in done] == [8] * 4
+        assert all(one.choices[0].routed_experts is not None for one in done)
+        assert device.waits[started:] == []
+        assert device.num_replays > replays and device.memory.num_pinned < pinned + 12
+    device.check()

@@ -129,7 +129,7 @@ class CudaPlatform:
         """Torch's allocator keeps what steps have taken; there is no buffer."""
 
     def trim(self) -> None:
-        self._device.memory.return_free()
+        """What the widest step took is kept for the others: to take memory from the device makes it wait for all its work."""
 
 
 def _start_nothing(kernel: Any, grid: Grid, *args: Any, **constants: Any) -> None: ...

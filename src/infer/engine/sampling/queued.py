@@ -90,7 +90,7 @@ def queue_sampling(
     best: tuple[Tensor, Tensor] | None,
     uniforms: Uniforms | None = None,
 ) -> Queued:
-    """As `sample`, for rows of which `can_queue` says yes."""
+    """As `sample`, for rows of which `can_queue` says yes. Logits without a finite highest one may be overwritten."""
     if best is None:
         ids = logits.argmax(dim=-1)
         best = ids, logits.gather(-1, ids[:, None])[:, 0]
@@ -99,6 +99,8 @@ def queue_sampling(
         return Queued(ids, highest, [])
     drawing = [i for i, row in enumerate(rows) if row.features & Feature.RANDOM]
     if drawing and fused is not None:
+        # Which rows fail is not known here, and a draw is made for finite ones: from the others it takes any id.
+        logits.masked_fill_(highest.isfinite().logical_not_()[:, None], 0.0)
         chosen = [rows[i] for i in drawing]
         random = [numbers_of(chosen)] if uniforms is None else [given.view(np.int64) for given in seeds_of(chosen)]
         index, heat, top_k, top_p, min_p, *numbers = upload([*_settings(drawing, chosen), *random])

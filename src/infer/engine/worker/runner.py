@@ -6,6 +6,7 @@ alone; `execute` raises only when the step itself failed.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.config.resolve import ResolvedConfig
+from infer.config.units import format_bytes
 from infer.engine.executor.executor import RunningStep
 from infer.engine.sampling.guide import Grammars, Guide
 from infer.engine.sampling.logprobs import NORMALISED, position_logprobs
@@ -35,6 +37,8 @@ from infer.plugins.platform import Platform, SupportsGraphs, SupportsStaging, Su
 MAX_AWAITED = 8
 """Rows whose masks a step waits for at its end, to tell what they leave no choice about. With more the next step tells it, one
 token later: a mask takes as long as a step saves where about one token in a hundred begins a run of forced ones."""
+
+logger = logging.getLogger("infer.engine.worker")
 
 
 class Runner:
@@ -147,6 +151,14 @@ class Runner:
         self._record_sizes()
         self._platform.synchronize()
         self._workspace_bytes = max(0, self._platform.memory_in_use() - before)
+        planned = self._resolved.memory.workspace
+        if self._staging is not None and self._workspace_bytes > planned:
+            logger.warning(
+                "the widest step took %s and %s were planned for it; should memory run out, lower cache.memory or "
+                "scheduler.max_num_batched_tokens",
+                format_bytes(self._workspace_bytes),
+                format_bytes(planned),
+            )
         self._batch = self._new_batch()
         for tensor in (tensor for pair in self._kv.values() for tensor in pair):
             tensor[0] = 0
