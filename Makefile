@@ -16,13 +16,19 @@ TRITON_STAMP := $(VENV)/.installed-$(subst ==,-,$(TRITON))
 # Written with "=": pytest takes a separate word that exists for the place to look for conftest.py, and finds no options.
 PYTEST := $(BIN)/pytest tests --results=$(RESULTS) --fail-on-skip --durations=10
 
-.PHONY: help demo test lint test-fast test-heavy status status-check bench docs install clean
+# The same tests on the platform of plain torch: those that may build an engine, and of them a few minutes' worth.
+ON_REFERENCE := INFER_PLATFORM=reference $(BIN)/pytest --fail-on-skip --durations=10 -m "not heavy and not gpu"
+BUILD_ENGINES := $(addprefix tests/,integration plugin_package $(addprefix unit/,backends cli engine models quantization weights))
+SMOKE := $(addprefix tests/integration/test_,engine_batching.py engine_logprobs.py forced_tokens.py models_architectures.py)
+
+.PHONY: help demo test lint test-fast test-heavy test-reference status status-check bench docs install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        ask the default model a question and read the answer as it is written"
 	@echo "make test        lint, type check, import contracts and the tests (under 15 minutes on 2 cores)"
-	@echo "make test-heavy  wheel, soak and large fuzz tests (under 45 minutes)"
+	@echo "make test-heavy  wheel, soak and large fuzz tests, a few tests on the reference (under 45 minutes)"
+	@echo "make test-reference  the tests that build engines, without the native kernels (INFER_PLATFORM=reference)"
 	@echo "make status      rebuild docs/status.md from the results of the two above"
 	@echo "make bench       measure speed on this machine"
 	@echo "make docs        rebuild what docs/ takes from the source: configuration, api, command line, plugin examples, fields, the table of schemas"
@@ -45,6 +51,10 @@ test-fast: $(STAMP) $(TRITON_STAMP)
 
 test-heavy: $(STAMP) $(TRITON_STAMP)
 	HYPOTHESIS_PROFILE=heavy $(PYTEST) --results-run=heavy -m "heavy and not gpu" --timeout 1800 -n $(JOBS) --dist loadfile
+	$(ON_REFERENCE) -n $(JOBS) --dist loadfile $(SMOKE)
+
+test-reference: $(STAMP) $(TRITON_STAMP)
+	$(ON_REFERENCE) -n $(JOBS) --dist loadfile $(BUILD_ENGINES)
 
 status: $(STAMP)
 	$(BIN)/python tools/status.py --results $(RESULTS)

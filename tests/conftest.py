@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["results_plugin"]
+pytest_plugins = ["results_plugin", "platform_plugin"]
 
 # Before torch is imported anywhere: two cores are shared, and a thread pool per test process only adds noise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

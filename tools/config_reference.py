@@ -33,6 +33,8 @@ scheduler: {max_num_seqs: 8}
 cache: {memory: 256MiB}
 ```
 
+`INFER_MODEL` is short for `INFER_MODEL__REF`, `INFER_PLATFORM` for `INFER_PLATFORM__NAME`.
+
 Settings are checked when the configuration is built: an unknown name, a value out of range or two settings that
 contradict each other raise `ConfigError`, which names them. Nothing is changed afterwards; what was decided from them,
 from the checkpoint and from the machine is printed as the memory plan when the engine starts. `None` is `null` in a file.

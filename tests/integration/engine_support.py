@@ -236,5 +236,16 @@ def assert_nothing_held(engine: Engine | BlockingEngine) -> None:
     assert [pool.num_in_use for pool in scheduler.kv.pools] == [0] * len(scheduler.kv.pools)
 
 
+def promised(
+    engine: Engine | BlockingEngine, logprobs: Sequence[tuple[int, float]], within: float = 1e-4
+) -> list[tuple[int, Any]]:
+    """Pairs of id and log-probability to compare other runs with, as exactly as the platform's `numerics` promises: on one
+    that is not invariant the last bits depend on what else was in a step."""
+    inner = engine.engine if isinstance(engine, BlockingEngine) else engine
+    if inner.resolved.numerics == "invariant":
+        return list(logprobs)
+    return [(token_id, pytest.approx(value, abs=within)) for token_id, value in logprobs]
+
+
 def ids(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]

@@ -17,7 +17,10 @@ import pytest
 
 from integration.documented_code import ROOT, run, told
 
-pytestmark = pytest.mark.model
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.platform("cpu", "it runs as a reader would run it, on the default platform"),
+]
 EXAMPLES = ROOT / "examples"
 
 

@@ -50,6 +50,7 @@ def server(test_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.model
+@pytest.mark.platform("cpu", "it runs as a reader would run it, on the default platform")
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
 def test_python_block_runs(block: Block, test_cache: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     text = block.text
@@ -72,6 +73,7 @@ def test_yaml_block_is_a_configuration(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.platform("cpu", "it runs as a reader would run it, on the default platform")
 @pytest.mark.parametrize(("block", "line"), SHELL, ids=lambda value: value if isinstance(value, str) else value.name)
 def test_shell_line_works(
     block: Block, line: str, test_cache: Path, tmp_path: Path, request: pytest.FixtureRequest

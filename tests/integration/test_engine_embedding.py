@@ -13,6 +13,8 @@ import pytest
 
 from .engine_support import ARCHITECTURES, write_checkpoint
 
+own_program = pytest.mark.platform("cpu", "it starts a program of a library's user, who gets the default platform")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -124,6 +126,7 @@ for path in (sys.argv[1] + "/nothing", sys.argv[3]):
 )
 
 
+@own_program
 @pytest.mark.row(
     "X-EMBED", "signal handlers, root logger, Prometheus registry, environment, torch and RNG state are equal"
 )
@@ -201,6 +204,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return printed
 
 
+@own_program
 @pytest.mark.row("SERVE-CPP-API", "the same 10-line program works as a plain script without a __main__ guard")
 @pytest.mark.row("SERVE-CPP-API", "`generate_many` keeps order; the blocking facade is the same engine behind a portal")
 def test_ten_lines_as_a_plain_script(plain: Any) -> None:
@@ -209,6 +213,7 @@ def test_ten_lines_as_a_plain_script(plain: Any) -> None:
     assert len({tuple(answer) for answer in answers}) == 3
 
 
+@own_program
 @pytest.mark.row(
     "SERVE-CPP-API", "in a worker thread, twice in one process, inside a running loop; nothing stays behind"
 )
@@ -234,6 +239,7 @@ loop.run_until_complete(main())
 """
 
 
+@own_program
 @pytest.mark.row("SERVE-CPP-API", "in a notebook loop")
 def test_cells_of_one_lasting_loop(plain: Any, model: Path, tmp_path: Path) -> None:
     assert run_script(ASYNC, model, cwd=tmp_path) == [plain, plain]
@@ -268,6 +274,7 @@ def check_lives(model: Path, tmp_path: Path, count: int) -> None:
     assert len(levels) == count and levels[-1] - levels[4] < 20e6
 
 
+@own_program
 def test_ten_lives_leave_nothing(model: Path, tmp_path: Path) -> None:
     check_lives(model, tmp_path, 10)
 

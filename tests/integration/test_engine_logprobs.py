@@ -191,6 +191,7 @@ with serve(sys.argv[1], scheduler={"max_num_batched_tokens": 1024}) as engine:
 """
 
 
+@pytest.mark.platform("cpu", "it starts a program of its own, which gets the default platform")
 @pytest.mark.row("SAMPLE-PROMPT-LOGPROBS", "extra memory bounded by chunk x vocabulary")
 def test_memory_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
     """1,000 positions of a vocabulary of 60,000 are 240 MB of fp32 logits; a fixed number of rows is made at a time."""

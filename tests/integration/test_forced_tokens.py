@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer import Choice, Completion, SamplingError, SamplingParams
+from infer import Choice, Completion, SamplingError, SamplingParams, TokenLogprob
 from infer.engine.worker.runner import MAX_AWAITED
 from integration.engine_support import LLAMA, parts_of, record, serve, write_checkpoint
 from integration.test_route_scenarios import MOE
@@ -40,10 +41,23 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("forced") / "moe", MOE)
 
 
-def facts(choice: Choice) -> Any:
+def facts(choice: Choice, exact: bool = True) -> Any:
+    """Of all that is compared. Without `exact` log-probabilities equal those that differ in the last bits."""
     rows = choice.routed_experts
     routes = None if rows is None else (rows.start, rows.count, bytes(rows.data), rows.error)
-    return choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, choice.logprobs, routes
+    logprobs = choice.logprobs if exact else choice.logprobs and [nearly(entry) for entry in choice.logprobs]
+    return choice.token_ids, choice.text, choice.finish_reason, choice.stop_reason, logprobs and list(logprobs), routes
+
+
+def nearly(entry: TokenLogprob) -> TokenLogprob:
+    """Two ids that nearly tie may swap ranks."""
+    near: dict[str, Any] = {
+        "rank": pytest.approx(entry.rank, abs=1),
+        "logprob": pytest.approx(entry.logprob, abs=1e-4),
+        "top": tuple((token_id, pytest.approx(value, abs=1e-4)) for token_id, value in entry.top),
+        "candidates": tuple(pytest.approx(value, abs=1e-4) for value in entry.candidates),
+    }
+    return dataclasses.replace(entry, **near)
 
 
 def both_ways(
@@ -57,8 +71,9 @@ def both_ways(
             answers.append(engine.generate_many(prompts, params))
             steps.append(len(trace.plans))
             skipped = parts_of(engine).scheduler.stats.draft_tokens
+            exact = engine.engine.resolved.numerics == "invariant"  # other tokens are beside them in a step
     assert [[facts(c) for c in one.choices] for one in answers[0]] == [
-        [facts(c) for c in one.choices] for one in answers[1]
+        [facts(c, exact) for c in one.choices] for one in answers[1]
     ]
     return answers[1], steps[0], steps[1], skipped
 

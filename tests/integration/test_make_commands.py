@@ -103,7 +103,16 @@ def test_ci_script_is_strict_and_parses() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_reference_runs_name_places_that_exist(clone: Path) -> None:
+    """Some in the run of its own, some beside the heavy tests."""
+    for target, kind in (("test-reference", Path.is_dir), ("test-heavy", Path.is_file)):
+        planned = make(clone, "-n", target).stdout.splitlines()
+        [command] = [line for line in planned if line.startswith("INFER_PLATFORM=reference ")]
+        places = [ROOT / word for word in command.split() if word.startswith("tests/")]
+        assert len(places) > 2 and all(map(kind, places)), command
+
+
 def test_help_names_every_public_target(clone: Path) -> None:
     shown = make(clone, "help").stdout
-    for target in ("demo", "test", "test-heavy", "status", "bench", "docs", "clean"):
+    for target in ("demo", "test", "test-heavy", "test-reference", "status", "bench", "docs", "clean"):
         assert f"make {target} " in shown

@@ -19,6 +19,8 @@ from infer.errors import ConfigError
 
 PREFIX = "INFER_"
 _OWN = ("INFER_CACHE_DIR", "INFER_OFFLINE", "INFER_LOG_LEVEL", "INFER_LOG_JSON", "INFER_DEBUG", "INFER_CONFIG")
+_SHORT = {"INFER_MODEL": ("model", "ref"), "INFER_PLATFORM": ("platform", "name")}
+"""Settings with a shorter name."""
 _REFERENCE_PREFIX = "DYN_GENERATION_ARTIFACT_"
 """Settings of NVIDIA Dynamo's generation artifacts: same names behind another prefix."""
 logger = logging.getLogger("infer.config")
@@ -53,7 +55,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
             logger.warning("%s is a variable of another engine and has no effect here; set %s", variable, ours)
         if not variable.startswith(PREFIX) or variable in _OWN or not environ[variable]:
             continue
-        path = ["model", "ref"] if variable == "INFER_MODEL" else variable.removeprefix(PREFIX).lower().split("__")
+        path = _SHORT.get(variable) or variable.removeprefix(PREFIX).lower().split("__")
         if len(path) == 1:
             _refuse_misspelling(variable)  # a name of another kind, such as a test's own, is nobody's error
             continue
@@ -64,8 +66,11 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"{variable} contradicts {PREFIX}{part.upper()}; unset one of them")
-        node[path[-1]] = _value(variable, environ[variable])
-        names[".".join(path)] = variable
+        setting, value = ".".join(path), _value(variable, environ[variable])
+        if node.setdefault(path[-1], value) != value:
+            other = next(name for known, name in names.items() if f"{known}.".startswith(f"{setting}."))
+            raise ConfigError(f"{variable} contradicts {other}: both set {setting}; unset one of them")
+        names[setting] = variable
     config_file = environ.get("INFER_CONFIG")
     return Environment(
         settings=settings,
@@ -105,7 +110,7 @@ def let_idle_threads_sleep() -> None:
 
 
 def _refuse_misspelling(variable: str) -> None:
-    near = difflib.get_close_matches(variable, (*_OWN, "INFER_MODEL"), n=1, cutoff=0.85)
+    near = difflib.get_close_matches(variable, (*_OWN, *_SHORT), n=1, cutoff=0.85)
     if near:
         raise ConfigError(f"unknown environment variable {variable}; did you mean {near[0]}?")
 

@@ -113,6 +113,7 @@ async def answer(path: Path, **platform: object) -> tuple[str, list[int]]:
 
 
 @pytest.mark.anyio
+@pytest.mark.platform("cpu", "which library of kernels it takes, and that the reference is its last resort")
 async def test_an_engine_without_a_compiler(
     native: Path,
     tmp_path: Path,

@@ -35,6 +35,14 @@ def test_environment_names_are_nested_and_typed() -> None:
     assert environment.names["scheduler.max_num_seqs"] == "INFER_SCHEDULER__MAX_NUM_SEQS"
 
 
+def test_two_settings_have_short_names() -> None:
+    environment = read_environment({"INFER_MODEL": "org/name", "INFER_PLATFORM": "reference"})
+    assert environment.settings == {"model": {"ref": "org/name"}, "platform": {"name": "reference"}}
+    assert environment.names == {"model.ref": "INFER_MODEL", "platform.name": "INFER_PLATFORM"}
+    both = read_environment({"INFER_PLATFORM": "cpu", "INFER_PLATFORM__NAME": "cpu", "INFER_PLATFORM__THREADS": "2"})
+    assert both.settings == {"platform": {"name": "cpu", "threads": "2"}}
+
+
 def test_from_env_reads_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFER_SCHEDULER__MAX_NUM_SEQS", "5")
     assert EngineConfig.from_env().scheduler.max_num_seqs == 5
@@ -47,6 +55,15 @@ def test_from_env_reads_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"INFER_OFLINE": "1"}, "INFER_OFFLINE"),
         ({"INFER_OFFLINE": "perhaps"}, "write 1 or 0"),
         ({"INFER_SCHEDULER__": "1"}, "INFER_SECTION__FIELD"),
+        ({"INFER_PLATFORMS": "cpu"}, "did you mean INFER_PLATFORM?"),
+        (
+            {"INFER_PLATFORM": "cpu", "INFER_PLATFORM__NAME": "reference"},
+            "INFER_PLATFORM__NAME contradicts INFER_PLATFORM: both set platform.name",
+        ),
+        (
+            {"INFER_CACHE__OPTIONS__SIZE": "1", "INFER_CACHE__options": "2"},
+            "INFER_CACHE__options contradicts INFER_CACHE__OPTIONS__SIZE: both set cache.options",
+        ),
         ({"INFER_PLUGINS__PREFER": "{oops"}, "INFER_PLUGINS__PREFER"),
     ],
 )

@@ -73,12 +73,12 @@ def build_library(cache_dir: Path, progress: ProgressCallback | None = None) -> 
     return library
 
 
-def compile_library(compiler: str, target: Sequence[str], library: Path) -> None:
+def compile_library(compiler: str, target: Sequence[str], library: Path, directory: Path = SOURCES) -> None:
     """Compile all sources side by side with the flags of a `target`, and put the library in its place in one piece.
 
     Raises `ConfigError` with the compiler's words and `OSError`.
     """
-    sources = sorted(SOURCES.glob("*.cpp"))
+    sources = sorted(directory.glob("*.cpp"))
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=library.parent) as name:
         objects = [Path(name) / f"{source.stem}.o" for source in sources]
 
