@@ -38,7 +38,7 @@ from infer.plugins.artifact_field import TapFacts
 from infer.plugins.kv_connector import WorkerConnector
 from infer.plugins.model import BuildContext, CausalLM, ModelSpec
 from infer.plugins.model_source import ProgressCallback
-from infer.plugins.platform import Ops, Platform, SupportsWorkspace
+from infer.plugins.platform import Ops, Platform, SupportsGraphSizes, SupportsWorkspace
 from infer.plugins.quant_method import LoadTimeMethod, QuantMethod, QuantMethodSpec
 from infer.plugins.registry import Registry
 from infer.weights.at_load import quantize_at_load
@@ -109,6 +109,7 @@ class WorkerBuilder:
             kv_dtype,
             lambda model: tuple(captured.profile for captured in self._captured_fields(model, dtype)[1]),
             lambda model: notices.extend(self._keep_blocks(model)),
+            recorded=isinstance(self._platform, SupportsGraphSizes),
         )
         return msgspec.structs.replace(footprint, notices=tuple(dict.fromkeys(notices)))
 

@@ -33,10 +33,12 @@ def measure_footprint(
     kv_dtype: torch.dtype = torch.float32,
     captures: Callable[[CausalLM], tuple[CaptureProfile, ...]] = lambda model: (),
     store: Callable[[CausalLM], object] = lambda model: None,
+    *,
+    recorded: bool = False,
 ) -> ModelFootprint:
     """`build` makes the model with the given ops on the given device -> the model's footprint. `planning_ops` is the
     platform's (`plugins.platform.SupportsWorkspace`), `captures` says what is captured from the model, `store` gives
-    its weights the form in which they will live.
+    its weights the form in which they will live; `recorded` as of `trace_worst_step`.
 
     Weights are on the meta device, everything small on CPU. (All on meta would be simpler, but arithmetic there
     imports torch's whole compiler: a second and a hundred megabytes.)
@@ -52,7 +54,7 @@ def measure_footprint(
     if planning_ops is not None:
         _pack_blocks(model)
     try:
-        step = trace_worst_step(model, layout, bounds, buffer_bytes, kv_dtype, vocab_size)
+        step = trace_worst_step(model, layout, bounds, buffer_bytes, kv_dtype, vocab_size, recorded=recorded)
     except Exception:  # the model looks at values, which are not there yet
         rows = min(bounds.num_rows, bounds.num_tokens)
         step = bounds.num_tokens * _widest_matrix(model) + 2 * rows * vocab_size * torch.float32.itemsize

@@ -34,10 +34,16 @@ def trace_worst_step(
     buffer_bytes: Callable[[], int],
     kv_dtype: torch.dtype,
     vocab_size: int,
+    *,
+    recorded: bool = False,
 ) -> int:
-    """Most bytes that a step takes, in the platform's buffer and outside of it, with prompt log-probabilities."""
+    """Most bytes that a step takes, in the platform's buffer and outside of it, with prompt log-probabilities. `recorded`: also
+    one token in every row at the longest context, which is what is recorded for all (`SupportsGraphSizes`); kernels may
+    compute that in another way than rows of several, parts of the context side by side."""
     outside = 0
-    for rows in worst_steps(bounds):
+    most = min(bounds.num_rows, bounds.num_tokens)
+    steps = worst_steps(bounds) + ([[(bounds.max_model_len - 1, 1)] * most] if recorded else [])
+    for rows in steps:
         live, batch = LiveBytes(), [_batch(rows, layout, kv_dtype)]
         with torch.no_grad(), live:
             hidden = model.forward(batch.pop())  # what ops keep in the batch ends with the forward pass
