@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gpu.checkpoints import RandomCheckpoint, dense, sparse
-from gpu.checks import Check, Facts
+from gpu.checks import Check, Facts, NotHere
 from gpu.engines import engine, greedy, random_prompts
 from gpu.place import Place
 from infer.backends.reference.platform import OPS
@@ -89,8 +89,14 @@ class HostMemory:
 
 
 def anonymous() -> int:
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    """All resident memory where the system does not tell the two apart."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text("utf-8").splitlines()]
+    sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}
+    if "RssAnon" in sizes:
+        return sizes["RssAnon"] + sizes.get("RssShmem", 0)
+    if "VmRSS" in sizes:
+        return sizes["VmRSS"]
+    raise NotHere("this system does not say how much memory a process holds")
 
 
 def watched(work: Callable[[], Any]) -> tuple[Any, int]:

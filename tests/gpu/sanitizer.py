@@ -51,6 +51,8 @@ def memcheck(place: Place) -> Facts:
         except subprocess.TimeoutExpired:
             raise NotHere(f"{TOOL} did not come to an end within {SECONDS} s") from None
     words = (done.stdout + done.stderr)[-3000:]
+    if "Device not supported" in words:
+        raise NotHere(f"{TOOL} does not support this device or its virtual machine")
     assert done.returncode == 0, words
     assert "0 errors" in words, words
     return {"output": words[-200:]}
