@@ -138,6 +138,35 @@ def test_optional_sampling_op(plant_bug: PlantBug, registry: Registry, op: str, 
         assert failures(checks) == ({op} if planted else set())
 
 
+BESIDE = [
+    lambda tokens, work, other: (work(), other()),
+    lambda tokens, work, other: (other(), work()),
+    lambda tokens, work, other: (work(), work()),
+    lambda tokens, work, other: (work(), other() if tokens < 100 else other() * 2),
+    lambda tokens, work, other: (work(), _forgiven(other)),
+]
+"""The first is right."""
+
+
+def _forgiven(work: Any) -> Any:
+    try:
+        return work()
+    except ZeroDivisionError:
+        return None
+
+
+@pytest.mark.parametrize("number", range(len(BESIDE)))
+def test_work_beside_other_work(plant_bug: PlantBug, registry: Registry, number: int) -> None:
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", "reference", threads)
+        made.ops = dataclasses.replace(made.ops, beside=BESIDE[number])
+        return made
+
+    spec = dataclasses.replace(registry.get("platform", "reference"), factory=plant_bug(make))
+    checks = [check for check in platform.checks(spec) if check.name == "beside[float32]"]
+    assert failures(checks) == ({"beside"} if number else set())
+
+
 class _Replays:
     """A graph that gives again what the work gave when it was recorded."""
 

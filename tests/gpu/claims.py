@@ -61,6 +61,19 @@ CLAIMS = (
         "dense engine",
         "fast mode: alone and in a batch",
     ),
+    Claim(
+        "ENG-MOE-SHARED-AUX",
+        "outputs are bit-equal with it on and off, eager and captured",
+        "sparse engine",
+        "shared expert beside = after, to the bit",
+    ),
+    Claim(
+        "ENG-MOE-SHARED-AUX",
+        "decode time falls at batch 16 and below",
+        "sparse engine",
+        "shared expert beside: time of a step of 16",
+    ),
+    Claim("ENG-MOE-SHARED-AUX", "memcheck is clean", "sanitizer", "memcheck of the kernels"),
     Claim("ENG-MOE-HOSTFREE", "no host copy of the experts stays", "memory", "no host copy of the experts stays"),
     Claim("KV-DEVICE-RESIDENCY", "a GPU trace of decode steps", "trace", "only ids and metadata cross the bus"),
     Claim(

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from gpu.checkpoints import sparse
 from gpu.checks import Check, Facts, NotHere
 from gpu.kernel_cases import cases
 from gpu.place import Place
+from gpu.shared_expert import Layers, same
 from gpu.sizes import TINY
 
 TOOL = "compute-sanitizer"
@@ -59,7 +61,7 @@ def memcheck(place: Place) -> Facts:
 
 
 def small_kernels(directory: Path) -> int:
-    """Every case of the table once, tiny. -> how many."""
+    """Every case of the table once, tiny, and sparse layers on two streams. -> how many cases."""
     place = Place(directory, dry_run=False)
     place.sizes = TINY
     count = 0
@@ -67,6 +69,7 @@ def small_kernels(directory: Path) -> int:
         for case in cases():
             case.make(place).run()
             count += 1
+        same(Layers(place, lambda: sparse(place)))
     place.synchronize()
     return count
 

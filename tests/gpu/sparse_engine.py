@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu import shared_expert
 from gpu.checkpoints import RandomCheckpoint, sparse
 from gpu.checks import Check, Facts
 from gpu.engines import Load, answers, mixed_load, same_bits
@@ -53,6 +54,7 @@ def checks(place: Place) -> Iterator[Check]:
     yield Check("capture on = off, to the bit", lambda: same_bits(shared.captured, shared.plain))
     yield Check("captured routes are whole", lambda: routes(shared))
     yield Check("captured routes without graphs", lambda: captured_eager(shared))
+    yield from shared_expert.checks(place, lambda: shared.checkpoint)
 
 
 def complete(shared: Shared) -> Facts:

@@ -82,6 +82,22 @@ class SparseMoE(Layer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, N] -> [T, N]."""
+        ops, shared = self.ops, self.shared
+        if shared is None:
+            return self._routed(x)
+        if ops.beside is None:
+            out, common = self._routed(x), shared(x)
+        else:
+            out, common = ops.beside(len(x), lambda: self._routed(x), lambda: shared(x))
+        gate = None if self.shared_gate is None else ops.linear(x, self.shared_gate.data, None)
+        if ops.add_shared is not None:
+            return ops.add_shared(out, common, gate)
+        if gate is not None:
+            common = common * (ops.sigmoid or torch.sigmoid)(gate)
+        return out + common
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """The experts that the router chooses, [T, N]."""
         ops, facts = self.ops, self.facts
         wide = x
         if facts.router_fp32:
@@ -89,16 +105,7 @@ class SparseMoE(Layer):
         logits = ops.linear(wide, self.router.data, None)
         bias = None if self.score_bias is None else self.score_bias.data
         weights, ids = self.route(logits, facts.routing, bias, self.route_tap)
-        out = self._chosen(x, ids, weights)
-        if self.shared is None:
-            return out
-        gate = None if self.shared_gate is None else ops.linear(x, self.shared_gate.data, None)
-        shared = self.shared(x)
-        if ops.add_shared is not None:
-            return ops.add_shared(out, shared, gate)
-        if gate is not None:
-            shared = shared * (ops.sigmoid or torch.sigmoid)(gate)
-        return out + shared
+        return self._chosen(x, ids, weights)
 
     def _chosen(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The chosen experts of each token, weighted."""

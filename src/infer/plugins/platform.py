@@ -231,6 +231,9 @@ class Ops:
     the sum over K of weight * down(silu(gate x) * up x), added up in fp32 in the order of ids. Experts that no token
     chose are not read. A stack may also be what `pack` made of each expert's matrix, one after the other."""
 
+    beside: Callable[[int, Callable[[], Tensor], Callable[[], Tensor]], tuple[Tensor, Tensor]] | None = None
+    """(tokens, one piece of work, another) -> what both give, to the bit as if done one after the other. A platform may do them
+    at the same time: both read what was there before the call, and neither what the other makes. None: in their order."""
     rotary_angles: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None
     """(positions [T] int64, frequencies [R] fp32, factor) -> factor * cos and factor * sin of their products, fp32 [T, R]."""
     pack: Callable[[Tensor], Tensor] | None = None

@@ -107,6 +107,29 @@ def test_deepseek_v3_against_transformers() -> None:
         assert (layer(x) - expected).abs().max() > 0.1, "the bias decides something"
 
 
+def test_the_shared_expert_runs_beside_the_routed_ones() -> None:
+    """Where the platform can; in whatever order it does the two, the result is the same to the bit."""
+    asked: list[int] = []
+
+    def beside(tokens: int, work: Any, other: Any) -> tuple[Tensor, Tensor]:
+        asked.append(tokens)
+        made = other()
+        return work(), made
+
+    layers = [
+        SparseMoE(made, 0, DEEPSEEK, shared=MLP(made, HIDDEN, SIZE)) for made in (context(), context(beside=beside))
+    ]
+    for layer in layers:
+        fill(layer)
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(layers[0](x), layers[1](x))
+    assert asked == [5]
+    alone = SparseMoE(context(beside=beside), 0, DEEPSEEK)
+    fill(alone)
+    alone(x)
+    assert asked == [5], "nothing runs beside experts that are alone"
+
+
 def test_deepseek_v2_routing_against_transformers() -> None:
     """Softmax scores, groups by their best expert, weights scaled and not renormalised."""
     from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config

@@ -23,6 +23,7 @@ from infer.backends.cuda.device import CaptureError, Device, DeviceFacts
 from infer.backends.cuda.launch import Grid, Launch
 from infer.backends.cuda.launch import launch as launch_kernel
 from infer.backends.cuda.ops import make_ops
+from infer.backends.cuda.side_stream import SideStream
 from infer.backends.cuda.staging import Fetched, Staging
 from infer.backends.cuda.torch_device import TorchDevice
 from infer.backends.reference.platform import OPS as REFERENCE
@@ -52,7 +53,7 @@ class CudaPlatform:
         self._staging = Staging(device)
         self._told: set[str] = set()
         self.device = device.torch_device
-        self.ops = table(device.facts, invariant, launch_kernel)
+        self.ops = replace(table(device.facts, invariant, launch_kernel), beside=SideStream(device).beside)
         self._fingerprint = f"{_sources()} {device.name} torch-{torch.__version__} triton-{metadata.version('triton')}"
 
     def limits(self) -> PlatformLimits:

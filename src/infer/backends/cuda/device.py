@@ -102,6 +102,10 @@ class Device(Protocol):
 
     def new_stream(self) -> Stream: ...
 
+    def current_stream(self) -> Stream:
+        """Where operations are queued now: `main`, what `using` names, or what a capture notes."""
+        ...
+
     def using(self, stream: Stream) -> AbstractContextManager[Any]:
         """Operations of torch, kernels and `copy` are queued there meanwhile."""
         ...

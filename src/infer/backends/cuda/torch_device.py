@@ -107,6 +107,9 @@ class TorchDevice:
     def new_stream(self) -> TorchStream:
         return TorchStream(cuda.Stream(self.torch_device))
 
+    def current_stream(self) -> TorchStream:
+        return TorchStream(torch.cuda.current_stream(self.torch_device))
+
     def using(self, stream: Stream) -> AbstractContextManager[Any]:
         if not isinstance(stream, TorchStream):
             raise TypeError(f"{type(stream).__name__} is no stream of this device")

@@ -173,4 +173,39 @@ def _rotary_and_write(ops: Ops, draw: Draw) -> None:
         expect(torch.equal(one, other), f"rotary_and_write_kv: {what} differ from rotary, then write_kv")
 
 
-OPTIONAL = (_rotary_and_write, _topk_router, _moe, _packed, _head_logits, _rotary_angles, _small)
+def _beside(ops: Ops, draw: Draw) -> None:
+    """What each piece gives by itself, in a small step and in a large one, whatever was freed meanwhile; and an error of a piece
+    is the call's."""
+    if ops.beside is None:
+        return
+    weight, wide, norm = draw.floats(32, 24), draw.floats(64, 24), draw.floats(24)
+    for tokens in (1, 5, 300):
+        x = draw.floats(tokens, 24)
+
+        def work(x: Tensor = x) -> Tensor:
+            return ops.linear(ops.rms_norm(x, norm, 1e-5), weight, None)
+
+        def other(x: Tensor = x) -> Tensor:
+            return ops.silu_and_mul(ops.linear(x, wide, None))
+
+        right = work().clone(), other().clone()
+        for _ in range(5):
+            found = ops.beside(tokens, work, other)
+            for what, one, expected in zip(("one", "the other"), found, right, strict=True):
+                expect(
+                    torch.equal(one, expected), f"beside: {what} of {tokens} tokens differs from what it gives alone"
+                )
+    try:
+        ops.beside(1, work, _raises)
+    except ZeroDivisionError:
+        pass
+    else:
+        raise AssertionError("beside: an error of a piece of work is lost")
+    expect(torch.equal(ops.beside(1, work, other)[0], right[0]), "beside: after an error results differ")
+
+
+def _raises() -> Tensor:
+    raise ZeroDivisionError
+
+
+OPTIONAL = (_beside, _rotary_and_write, _topk_router, _moe, _packed, _head_logits, _rotary_angles, _small)
