@@ -144,6 +144,9 @@ class FakeDevice:
         self.num_streams += 1
         return FakeStream(self, self.order.queue(f"stream {self.num_streams}"))
 
+    def current_stream(self) -> FakeStream:
+        return FakeStream(self, self.current)
+
     @contextmanager
     def using(self, stream: Any) -> Iterator[None]:
         before, self.current = self.current, stream.queue
@@ -183,8 +186,9 @@ class FakeDevice:
             self.tape.add(entry)
             return
         memory = self.order.memory
-        writes = once([memory(one) for one in (*entry.made, *written)])
-        self.order.operation(self.current, entry.name, once([memory(one) for one in given]), writes)
+        reads = once([memory(one) for one in given])
+        writes = once([memory(one, owner=self.current.name) for one in (*entry.made, *written)])
+        self.order.operation(self.current, entry.name, reads, writes)
 
     def capture(self, work: Callable[[], Made]) -> FakeGraph[Made]:
         self.tape = Tape()

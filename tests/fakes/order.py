@@ -36,6 +36,8 @@ class Queue:
         self.length = 0
         self.known: Known = {}
         """What its next operation comes after."""
+        self.freed: list[tuple[str, tuple[str, int]]] = []
+        """Memory that its next operation may get, and uses that must be over then."""
 
 
 class Order:
@@ -72,6 +74,10 @@ class Order:
     def operation(self, queue: Queue, name: str, reads: list[Memory], writes: list[Memory]) -> int:
         """Queue one. -> its place."""
         known = merged(queue.known, self.host)
+        freed, queue.freed = queue.freed, []
+        for label, use in freed:
+            if known.get(use[0], 0) < use[1]:
+                self.fail(f"{name} on {queue.name} may get the memory of {label}, which {use[0]} may still be at")
         for memory in reads:
             self._check(known, queue.name, memory, name, "reads", memory.write)
         for memory in writes:
@@ -109,7 +115,11 @@ class Order:
         memory = self._memory.pop(key)
         known = merged(self.host, self._queues[memory.owner].known if memory.owner in self._queues else {})
         for use in (memory.write, *memory.reads.items()):
-            if use is not None and use[0] != memory.owner and known.get(use[0], 0) < use[1]:
+            if use is None or use[0] == memory.owner or known.get(use[0], 0) >= use[1]:
+                continue
+            if memory.owner in self._queues and memory.owner != "main":  # its next work decides
+                self._queues[memory.owner].freed.append((memory.label, use))
+            else:
                 self.errors.append(OrderError(f"{memory.label} is freed while {use[0]} may still be at it"))
 
 
