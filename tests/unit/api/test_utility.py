@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
 import pytest
+from pydantic import BaseModel
 
 from api_server import MODEL, in_process, until
-from infer.config.engine import EngineConfig
+from infer.api.utility import public_config
+from infer.config.engine import SECRET_SETTINGS, EngineConfig
 from infer.testing.fake_executor import hashed_token
 
 pytestmark = pytest.mark.anyio
@@ -59,6 +63,43 @@ async def test_facts_of_the_tokenizer_are_shown_when_the_operator_says_so() -> N
         facts = (await client.get("/tokenizer_info")).json()
     assert facts["tokenizer_class"] == "ByteTokenizer" and facts["vocab_size"] == 258
     assert "message['content']" in facts["chat_template"]
+
+
+def secret_fields(model: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Settings that are declared as never shown."""
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from secret_fields(inner, f"{above}{name}.")
+        elif not field.repr or "SecretStr" in str(inner):
+            yield above + name
+
+
+def test_every_secret_setting_is_one_that_messages_and_replies_leave_out() -> None:
+    assert set(secret_fields(EngineConfig)) == set(SECRET_SETTINGS)
+
+
+def test_the_public_configuration_has_no_options_of_plugins() -> None:
+    """They may hold passwords."""
+    config = EngineConfig(
+        api={"api_keys": ("S3CRET",), "endpoints": ("one",), "endpoint_options": {"one": {"token": "S3CRET"}}},
+        plugins={"stat_loggers": ("log",), "stat_logger_options": {"log": {"password": "S3CRET"}}},
+        kv_connector={"name": "directory", "options": {"key": "S3CRET"}},
+        artifacts={
+            "storage_profiles": {
+                "here": {
+                    "url": "memory://x",
+                    "storage_options": {"secret": "S3CRET"},
+                    "allowed_prefixes": ["a"],
+                    "create_only": True,
+                }
+            }
+        },
+    )
+    told = public_config(config)
+    assert "S3CRET" not in json.dumps(told) and "S3CRET" not in repr(config)
+    assert told["api"]["endpoints"] == ["one"] and told["kv_connector"]["name"] == "directory"
+    assert told["artifacts"]["storage_profiles"]["here"]["url"] == "memory://x"
 
 
 @pytest.mark.row("SERVE-UTILITY-ENDPOINTS", "server_info round-trips into the same config")

@@ -112,6 +112,7 @@ class ThreadExecutor:
         self._worker: Worker | OverlappingWorker | None = None
         self._begun: deque[_StepJob] = deque()
         """The thread's own: steps that the device works on, oldest first."""
+        self._submit: Callable[[StepPlan], _Job[StepResult]] | None = None
         self._death: BaseException | None = None
         self._closing = False
         self._lock = threading.Lock()
@@ -123,6 +124,7 @@ class ThreadExecutor:
 
         def keep() -> None:  # also when nobody waits for it any more: `aclose` frees it
             self._worker = build()
+            self._submit = self._way_of(self._worker)
 
         await self.call(keep)
 
@@ -131,12 +133,17 @@ class ThreadExecutor:
         return await self._post(function).wait()
 
     def submit(self, plan: StepPlan) -> _Job[StepResult]:
-        worker = self._worker
-        if worker is None:
+        if self._submit is None:
             raise EngineDeadError("a step was submitted before the worker was built")
+        return self._submit(plan)
+
+    def _way_of(self, worker: Worker | OverlappingWorker) -> Callable[[StepPlan], _Job[StepResult]]:
+        """How plans get to it. Asked once: whether an object follows a protocol takes microseconds."""
         if isinstance(worker, OverlappingWorker):
-            return self._put(_StepJob(lambda: worker.begin(plan), self._call_on_loop))
-        return self._post(lambda: worker.execute(plan))
+            begin = worker.begin
+            return lambda plan: self._put(_StepJob(lambda: begin(plan), self._call_on_loop))
+        execute = worker.execute
+        return lambda plan: self._post(lambda: execute(plan))
 
     async def aclose(self) -> None:
         """Wait for the running step, drop queued ones, close the worker on its thread and join it. Not cancellable."""
@@ -183,9 +190,9 @@ class ThreadExecutor:
             while (job := self._next()) is not None:
                 if isinstance(job, _StepJob):
                     self._begun.append(job)
+                    job.run()
                 else:
-                    self._finish_begun()
-                job.run()
+                    self._run_behind_begun(job)
             self._finish_begun()
         except BaseException as error:
             with self._lock:  # a job is either seen here or refused in `_put`
@@ -203,6 +210,15 @@ class ThreadExecutor:
             with suppress(Empty):
                 return self._jobs.get(timeout=LOOK_AGAIN)
         return self._jobs.get()
+
+    def _run_behind_begun(self, job: _Job[Any]) -> None:
+        """A call sees no step on its way. It is in no queue meanwhile: what ends the thread is told to it here."""
+        try:
+            self._finish_begun()
+        except BaseException as error:
+            job.fail(error)
+            raise
+        job.run()
 
     def _finish_begun(self) -> None:
         while self._begun:

@@ -124,19 +124,23 @@ class DecodeGraphs:
 
     def _fill(self, batch: ForwardBatch, num_rows: int, size: int) -> ForwardBatch:
         """Copy the step's input to where recorded operations read it. -> that place as a batch of `size` rows."""
-        fixed = self._inputs.get(size)
-        if fixed is None:
-            fixed = self._inputs[size] = self._first_rows(batch, size)
-        put = self._put
-        put(fixed.token_ids[:num_rows], batch.token_ids)
-        put(fixed.positions[:num_rows], batch.positions)
-        for own, given in zip(fixed.attention, batch.attention, strict=True):
-            put(own.seq_lens[:num_rows], given.seq_lens)
-            put(own.block_table[:num_rows, : given.block_table.shape[1]], given.block_table)
-            put(own.slot_mapping[:num_rows], given.slot_mapping)
+        put, fixed, own = self._put, self._rows(batch, size), self._rows(batch, num_rows)
+        put(own.token_ids, batch.token_ids)
+        put(own.positions, batch.positions)
+        for place, given in zip(own.attention, batch.attention, strict=True):
+            put(place.seq_lens, given.seq_lens)
+            put(place.block_table[:, : given.block_table.shape[1]], given.block_table)
+            put(place.slot_mapping, given.slot_mapping)
         if num_rows < size:
             _pad(fixed, num_rows)
         return fixed
+
+    def _rows(self, batch: ForwardBatch, num_rows: int) -> ForwardBatch:
+        """Kept: a view of a tensor costs as much as copying a few numbers into it."""
+        found = self._inputs.get(num_rows)
+        if found is None:
+            found = self._inputs[num_rows] = self._first_rows(batch, num_rows)
+        return found
 
     def _first_rows(self, batch: ForwardBatch, num_rows: int) -> ForwardBatch:
         if self._input is None:
@@ -199,7 +203,9 @@ def _pad(fixed: ForwardBatch, num_rows: int) -> None:
 
 
 def _decoded(made: tuple[Tensor, ...], num_rows: int) -> Decoded:
-    hidden, *scores = (tensor[:num_rows] for tensor in made)
+    if len(made[0]) > num_rows:  # a view of each costs microseconds, in every step
+        made = tuple(tensor[:num_rows] for tensor in made)
+    hidden, *scores = made
     if not scores:
         return Decoded(hidden)
     return Decoded(hidden, scores[0], (scores[1], scores[2]) if len(scores) > 1 else None)

@@ -219,7 +219,7 @@ class Begun:
     step_id: int
     worker: OverlappedWorker
     gate: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def ready(self) -> bool:
         if isinstance(self.error, ValueError):
@@ -356,3 +356,50 @@ async def test_a_dying_thread_takes_the_steps_on_their_way_with_it() -> None:
         with pytest.raises(EngineDeadError, match="gone"):
             await step.wait()
     await executor.aclose()
+
+
+async def test_a_call_behind_a_step_that_ends_the_thread_hears_of_it() -> None:
+    """It waited for the step, in no queue any more."""
+    worker = OverlappedWorker()
+    executor = await overlapped(worker)
+    step = executor.submit(plan(0))
+    await wait_for_begun(worker)
+    worker.steps[0].error = SystemExit("gone")
+
+    async def call() -> None:
+        with pytest.raises(EngineDeadError, match="gone"):
+            await executor.call(lambda: worker.notes.append("call"))
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await anyio.wait_all_tasks_blocked()
+            worker.steps[0].gate.set()
+        with pytest.raises(EngineDeadError, match="gone"):
+            await step.wait()
+        await executor.aclose()
+    assert "call" not in worker.notes and worker_threads() == 0
+
+
+async def test_closing_ends_also_where_the_last_step_ends_the_thread() -> None:
+    worker = OverlappedWorker()
+    executor = await overlapped(worker)
+    step = executor.submit(plan(0))
+    await wait_for_begun(worker)
+    worker.steps[0].error = KeyboardInterrupt("gone")
+    closed = anyio.Event()
+
+    async def close() -> None:
+        await executor.aclose()
+        closed.set()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(close)
+        await anyio.wait_all_tasks_blocked()
+        worker.steps[0].gate.set()
+        with anyio.move_on_after(60):
+            await closed.wait()
+        assert closed.is_set()
+    with pytest.raises(EngineDeadError, match="gone"):
+        await step.wait()
+    assert worker_threads() == 0
