@@ -273,15 +273,16 @@ class KVCacheManager:
         if loss is not None:
             return PrefixEnd(cause=loss, token=num_cached)
         parent = hashes[block - 1] if block else self._root
-        near = self.lineage.nearest(parent, request.token_ids[num_cached : num_cached + self.block_size])
-        if near is None:
+        begin = block * self.block_size  # what an external store handed over may end inside a block
+        near = self.lineage.nearest(parent, request.token_ids[begin : begin + self.block_size])
+        if near is None or begin + near[0] < num_cached:
             return PrefixEnd(cause="never computed", token=num_cached)
         agree, cached_id = near
         if not self.lineage.tokens_known:
             return PrefixEnd(cause="other token")
         if cached_id is None:
             return PrefixEnd(cause="other salt", token=num_cached)
-        return PrefixEnd(cause="other token", token=num_cached + agree, cached_id=cached_id)
+        return PrefixEnd(cause="other token", token=begin + agree, cached_id=cached_id)
 
     def usage(self) -> float:
         """Share of the fullest pool that is in use."""

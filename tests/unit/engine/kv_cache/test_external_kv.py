@@ -46,6 +46,7 @@ def test_others_run_while_a_load_is_on_its_way() -> None:
     assert_right(driver)
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "deferred free: blocks of an aborted load are held until it is over")
 @pytest.mark.parametrize("how", ["abort", "deadline"])
 def test_blocks_of_an_aborted_load_are_held_until_it_is_over(how: Any) -> None:
     driver = stored()
@@ -145,6 +146,7 @@ def test_a_block_is_saved_only_after_its_step_has_come_back() -> None:
     assert driver.external.stats.saved_blocks == 3
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "deferred free: a block being saved outlives its request")
 def test_a_block_being_saved_outlives_its_request() -> None:
     driver = ExternalDriver(cache_config(full_group(16)))
     driver.worker.release = lambda transfer: False
@@ -289,3 +291,28 @@ def test_nothing_of_a_request_whose_row_failed_is_saved_or_found() -> None:
     driver.run()
     assert driver.worker.store == {}
     driver.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("loaded", "token", "cause"),
+    [(20, 25, "other token"), (25, 25, "other token"), (26, 26, "never computed")],
+    ids=["before", "at", "behind"],
+)
+def test_a_hit_that_ends_inside_a_block_is_explained_from_the_blocks_beginning(
+    loaded: int, token: int, cause: str
+) -> None:
+    """The cache has another second block, which agrees up to token 25; the prompt ends before the third."""
+    driver, other = ExternalDriver(save=False), ExternalDriver()
+    donor = other.add(list(range(35)), 2)
+    other.step()
+    content = [other.worker._kv[0, donor.blocks.tables[0][1], offset] for offset in range(loaded - 16)]
+    driver.add([*range(25), *range(900, 910)], 2)
+    driver.run()
+    driver.worker.handed_over["1", 1] = content + [b""] * (32 - loaded)
+    driver.connector.script = lambda request_id, asked: ExternalMatch("hit", loaded)
+    request = driver.add(list(range(35)), 2)
+    assert_right(driver)
+    [admission] = request.history.admissions
+    assert admission.num_cached == loaded
+    end = admission.prefix
+    assert (end.cause, end.token, end.cached_id) == (cause, token, 900 if cause == "other token" else None)
