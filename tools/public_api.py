@@ -4,6 +4,7 @@ Runs by hand (`make docs`); a test calls `render` and compares, so no signature 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,23 @@ INTRODUCTION = """\
 # Public names
 
 Built by `make docs` from the source; never edited by hand. These names are promises: everything in `infer`, `infer.plugins`,
-`infer.artifacts`, `infer.testing.conformance` and `infer.testing.kits`. Whatever is not listed here may change without notice.
-`infer.__version__` is the installed version.
+`infer.artifacts`, `infer.testing.conformance` and `infer.testing.kits`, and the parts of plugins below. Whatever is not listed
+here may change without notice. `infer.__version__` is the installed version.
 """
+PARTS = """\
+What plugins are made of beside contracts, imported from where it says. For the output formats of models, tables that say how
+calls and reasoning are written ([Output parsers](parsers.md); `HeaderCalls` and `XmlCalls` also have the fields of
+`SectionCalls`), and short forms of the events that a transcript expects, which may name the tools in `SAMPLE_TOOLS`: all from
+`infer.plugins.parsing`. For fields, platforms and models, the facts that they give or are given. What a model is built of
+beside these (`infer.layers`, `infer.weights.mapping`) may still change without notice.\
+"""
+PARSING = "infer.plugins.parsing"
+_MACHINERY = re.compile(r"\| `(read|read_call|nexts|closers|openers|opener_is_body)(\(| ->)")
+FACTS = {
+    "infer.config.capture": ("CaptureProfile",),
+    "infer.config.platform": ("PlatformLimits",),
+    "infer.config.model": ("ModelConfig", "KVLayout", "KVGroup", "KVLayer", "RoutedLayer"),
+}
 HOOKS = """\
 Functions that a plugin's module may have, marked with `@infer.plugins.hookimpl`; the entry point in the group `infer` names the
 module. Each is called once, when a registry is built, and returns specs. The version is what a spec's `api` says today; the one
@@ -47,6 +62,12 @@ def render() -> str:
     for module, homes in infer.plugins._HOMES.items():
         for name in homes:
             page += entry(f"infer.plugins.{module}", name)
+    page += ["## Parts of plugins", "", PARTS, ""]
+    for module, name in parts():
+        lines = entry(module, name)
+        if module.startswith(PARSING):  # the address to import from; what the machine calls is its own business
+            lines = [line.replace(module, PARSING) for line in lines if not _MACHINERY.match(line)]
+        page += lines
     page += ["## infer.artifacts", ""]
     for module, homes in infer.artifacts._HOMES.items():
         for name in homes:
@@ -61,6 +82,17 @@ def render() -> str:
             checks = definition(f"infer.testing.kits.{path.stem}", "checks")
             page.append(f"| {code(f'{path.stem}.{head(checks)}')} | {module_summary(path)} |")
     return "\n".join(page) + "\n"
+
+
+def parts() -> Iterator[tuple[str, str]]:
+    """(module, name) of what is public outside of the packages with an `__all__`, where it is defined."""
+    package = ast.parse((ROOT / "src/infer/plugins/parsing/__init__.py").read_text("utf-8"))
+    for node in package.body:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("infer."):
+            yield from ((node.module, alias.name) for alias in node.names if not alias.name.isupper())
+    yield "infer.plugins.parsing.calls_section", "SectionCalls"
+    for module, names in FACTS.items():
+        yield from ((module, name) for name in names)
 
 
 def hook_rows(source: str) -> list[str]:

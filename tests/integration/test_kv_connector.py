@@ -64,6 +64,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("llama"), ARCHITECTURES["llama"])
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "a second process skips prefill and gives the same bits")
 @pytest.mark.model
 @pytest.mark.platform("cpu", "it starts programs of their own, which get the default platform")
 def test_a_second_process_gives_the_real_model_the_same_bits(tmp_path: Path, test_cache: Path) -> None:
@@ -78,6 +79,7 @@ def test_a_second_process_gives_the_real_model_the_same_bits(tmp_path: Path, tes
     assert answers[0][2] == answers[1][2] == answers[2][2]
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "multi-group models: blocks of a sliding window too")
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 def test_loaded_blocks_change_no_bit(name: str, dtype: str, tmp_path: Path) -> None:
@@ -113,6 +115,7 @@ def test_a_wrong_block_would_be_seen(llama: Path, tmp_path: Path, monkeypatch: p
     assert len(got) == len(expected) == PARAMS.max_tokens and got != expected
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "a key for other weights is refused: it is another key")
 def test_other_weights_dtypes_and_block_sizes_share_nothing(llama: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", ARCHITECTURES["llama"], seed=1)
     sections: list[tuple[Path, dict[str, Any]]] = [
@@ -246,6 +249,7 @@ def redis_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[An
     server.close()
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "over TCP, a stopped store only turns hits into misses")
 def test_redis_away_is_one_warning_and_its_return_brings_the_hits_back(
     llama: Path, redis_server: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +273,14 @@ def test_redis_away_is_one_warning_and_its_return_brings_the_hits_back(
     with serve(llama, kv_connector=connector) as engine:
         done = engine.generate(PROMPTS[0], PARAMS)
         assert bits(done) == expected[0] and done.usage.cached_tokens == CACHED[0]
+
+
+@pytest.mark.row("KV-EXTERNAL-CACHE", "LMCache's own server: refused by name until there is a connector for it")
+@pytest.mark.waits("KV-EXTERNAL-CACHE")
+def test_lmcache_is_refused_by_name(llama: Path) -> None:
+    lmcache = {"name": "lmcache", "options": {"url": "lm://127.0.0.1:65432"}}
+    with pytest.raises(UnknownPluginError, match="'lmcache'"), serve(llama, kv_connector=lmcache):
+        pass
 
 
 def assert_nothing_left(engine: BlockingEngine) -> None:

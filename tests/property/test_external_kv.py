@@ -137,9 +137,12 @@ class ExternalMachine(SchedulerMachine):
 ExternalMachine.TestCase.settings = settings(
     parent=settings(), stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
-TestExternalKV = ExternalMachine.TestCase
+TestExternalKV = pytest.mark.row(
+    "KV-EXTERNAL-CACHE", "the third answer, deferred free and multi-group models, in any order"
+)(ExternalMachine.TestCase)
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "a store that lies, fails and is slow costs no request its tokens")
 @pytest.mark.parametrize("first", [0, 50, 60, 170])
 def test_random_load_with_a_store_in_trouble(first: int) -> None:
     loads = [random_load(seed, make_load=ExternalLoad) for seed in range(first, first + 10)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from infer.errors import ModelError
+from infer import ModelError
 from infer.layers.attention import Attention, AttentionFacts, kv_layout
 from infer.layers.embedding import Embedding
 from infer.layers.facts import Facts

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts
+    from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts, whole_rows
     from infer.plugins.checkpoint_format import (
         CheckpointFormat,
         GroupedRows,
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from infer.plugins.tokenizer import DecodeStream, SupportsTokenBytes, Tokenizer, TokenizerSpec
 
 _HOMES = {
-    "artifact_field": ("ArtifactField", "ArtifactFieldSpec", "TapFacts"),
+    "artifact_field": ("ArtifactField", "ArtifactFieldSpec", "TapFacts", "whole_rows"),
     "checkpoint_format": (
         "CheckpointFormat",
         "GroupedRows",
@@ -256,6 +256,7 @@ __all__ = [
     "check_matrix",
     "check_tensor",
     "hookimpl",
+    "whole_rows",
 ]
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from infer import ConfigError
 from infer.config.capture import CaptureProfile
-from infer.plugins import ArtifactFieldSpec, TapFacts, hookimpl
-from infer.plugins.artifact_field import whole_rows
+from infer.plugins import ArtifactFieldSpec, TapFacts, hookimpl, whole_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infer import ConfigError
-from infer.plugins import KVConnectorSpec, KVFacts, hookimpl
-from infer.plugins.kv_store import StoreMatcher, StoreTransfer
+from infer.plugins import KVConnectorSpec, KVFacts, StoreMatcher, StoreTransfer, hookimpl
 
 MOST_BLOCKS = 100_000
 SECONDS = 5.0

@@ -22,12 +22,18 @@ _PYTHON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaCalls:
+    """call:NAME{key:value, ...}, whose strings stand between marks of their own."""
+
     openers: tuple[str, ...]
+    """Texts that a call, or a list of calls, begins with."""
     closers: tuple[str, ...]
+    """Texts that are dropped where they follow a call."""
     quote: str
     """The mark on both sides of a string."""
     only_first: bool = False
+    """An opener counts only where nothing has been said before it."""
     opener_is_body: bool = False
+    """The opener is a part of the call itself, and is read again with it."""
 
     def read(self, source: Source, calls: Calls, opener: str) -> Reading[None]:
         yield from source.spaces()

@@ -21,14 +21,19 @@ class HeaderCalls(SectionCalls):
     name_end: tuple[str, ...] = ()
     """Empty: the arguments' brace ends the name."""
     before_name: tuple[str, ...] = ()
+    """Marks of which one may stand before the name."""
     name: str = r"(?P<name>.+)"
     """A pattern for the whole header; its group `name` is the function."""
     id_open: str = ""
     """Mark before the call's id, where the format writes one after the name."""
     header_is_id: bool = False
+    """The whole header is the call's id too."""
     before_arguments: str = ""
+    """A mark that may stand before the arguments."""
     after_arguments: str = ""
+    """A mark that may stand behind them."""
     call_close: tuple[str, ...] = ()
+    """Ends of a call; one that the model forgot is forgiven."""
 
     @property
     def closers(self) -> tuple[str, ...]:

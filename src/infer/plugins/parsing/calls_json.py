@@ -21,14 +21,19 @@ class JsonCalls:
     """{"name": ..., "arguments": {...}}, in any order; arguments may themselves be JSON in a string."""
 
     openers: tuple[str, ...]
+    """Texts that a call, or a list of calls, begins with."""
     closers: tuple[str, ...] = ()
+    """Texts that are dropped where they follow a call."""
     name_keys: tuple[str, ...] = ("name",)
+    """Keys that may hold the function's name."""
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    """Keys that may hold its arguments."""
     separators: tuple[str, ...] = ()
     """Texts between objects that are not in a list."""
     bare: bool = False
     """No mark says that it is a call, "{" is the opener: arguments are required, other keys and unknown names refused."""
     only_first: bool = False
+    """An opener counts only where nothing has been said before it."""
 
     @property
     def opener_is_body(self) -> bool:

@@ -27,12 +27,15 @@ class PythonCalls:
     """[f(a=1), g()], or without the list where `listed` is false; only keyword arguments are calls."""
 
     openers: tuple[str, ...]
+    """Texts that a call, or a list of calls, begins with."""
     closers: tuple[str, ...] = ()
+    """Texts that are dropped where they follow a call."""
     listed: bool = True
     """Whether the brackets are required."""
     bare: bool = False
     """No mark says that it is a call, "[" is the opener: unknown names are refused."""
     only_first: bool = False
+    """An opener counts only where nothing has been said before it."""
 
     @property
     def opener_is_body(self) -> bool:

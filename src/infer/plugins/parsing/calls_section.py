@@ -16,10 +16,15 @@ class SectionCalls:
     """[section_open] call_open ... [section_close]; what stands in a call is the subclass's."""
 
     call_open: tuple[str, ...]
+    """Any of these begins a call."""
     section_open: tuple[str, ...] = ()
+    """Any of these may begin a section of several calls; empty: there are none."""
     section_close: tuple[str, ...] = ()
+    """Ends of a section."""
     only_first: bool = False
+    """An opener counts only where nothing has been said before it."""
     opener_is_body: bool = False
+    """The opener is a part of the call itself, and is read again with it."""
 
     @property
     def openers(self) -> tuple[str, ...]:

@@ -21,17 +21,23 @@ class XmlCalls(SectionCalls):
     """[section] call_open NAME [name_end] (key_open KEY key_end [value_open] VALUE value_end)* call_close ... [end]."""
 
     name_end: str = ""
+    """Behind the function's name."""
     key_open: str
+    """Before each argument's name."""
     key_end: tuple[str, ...]
+    """Behind it."""
     string_key_end: str = ""
     """Of the key ends, the one that says that the value is a string; then the others say that it is JSON."""
     value_open: str = ""
+    """Before the value, where the format has a mark there."""
     value_end: str
+    """Behind the value."""
     value_end_missing: tuple[str, ...] = ()
     """Marks that end a value too where the model forgot its end, and stay to be read."""
     trim_line: bool = False
     """One line break after the value's opening and one before its end belong to the format."""
     call_close: str
+    """Ends a call."""
 
     @property
     def closers(self) -> tuple[str, ...]:

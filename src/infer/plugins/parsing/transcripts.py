@@ -35,10 +35,12 @@ SAMPLE_TOOLS: list[dict[str, Any]] = [
 
 
 def said(text: str) -> list[Line]:
+    """Text that the reader sees."""
     return [["text", text, 0]]
 
 
 def thought(text: str) -> list[Line]:
+    """A piece of reasoning."""
     return [["reasoning", text, 0]]
 
 
@@ -48,7 +50,8 @@ def called(name: str, arguments: str, index: int = 0, call_id: str = "") -> list
 
 
 def cut(name: str, arguments: str, index: int = 0, call_id: str = "") -> list[Line]:
-    """A call that was cut off or broke after these arguments."""
+    """A call that was cut off or broke after these arguments, as far as they could be read: "" of none. What could not be read
+    follows as text: `[*cut("f", ""), *said("the rest")]`."""
     start: Line = ["tool_start", name, index, call_id] if call_id else ["tool_start", name, index]
     return [start, ["tool_args", arguments, index]] if arguments else [start]
 

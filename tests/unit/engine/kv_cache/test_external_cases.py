@@ -22,6 +22,7 @@ def assert_right(driver: ExternalDriver, *requests: Request) -> None:
     driver.assert_nothing_left()
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "the third answer keeps the place and is counted once")
 def test_case_39_a_lookup_that_takes_long_keeps_the_place_and_is_counted_once() -> None:
     driver = ExternalDriver(max_num_active_seqs=1, save=False)
     prompt = list(range(40))
@@ -175,6 +176,7 @@ def test_case_45_what_a_failed_load_means_is_a_setting(wait: bool, depth: int) -
         driver.assert_nothing_left()
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "multi-group models: what a window reaches is loaded")
 def test_groups_with_a_window_load_what_the_window_reaches() -> None:
     """120 tokens, window 40: the last token of a load sees positions 73 on, which begin in block 4."""
     driver = ExternalDriver(cache_config(full_group(100), sliding_group(100, 40)), save=False)
