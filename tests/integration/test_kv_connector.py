@@ -275,6 +275,33 @@ def test_redis_away_is_one_warning_and_its_return_brings_the_hits_back(
         assert bits(done) == expected[0] and done.usage.cached_tokens == CACHED[0]
 
 
+@pytest.mark.row("KV-EXTERNAL-CACHE", "a TCP store lets a second process skip prefill with identical tokens")
+def test_a_second_process_takes_from_redis_what_a_first_one_computed(
+    llama: Path, redis_server: Any, tmp_path: Path, test_cache: Path
+) -> None:
+    code = """
+import json, sys, time
+from infer import Engine, EngineConfig, SamplingParams
+config, prompt = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+with Engine.blocking(EngineConfig(**config)) as engine:
+    done = engine.generate(prompt, SamplingParams(max_tokens=6, temperature=0, logprobs=0))
+    while engine.engine.statistics().kv_usage: time.sleep(0.01)
+    print(json.dumps([done.usage.cached_tokens, [[one.token_id, one.logprob.hex()] for one in done.logprobs]]))
+"""
+    connector = {"name": "redis", "options": {"url": redis_server.url}}
+    config = engine_config(llama, platform={"name": "reference"}, kv_connector=connector).model_dump(
+        mode="json", exclude_unset=True
+    )
+    answers = []
+    for _ in range(2):
+        command = [sys.executable, "-c", code, json.dumps(config), json.dumps(PROMPTS[0])]
+        done = run(command, test_cache, cwd=tmp_path / "site")
+        assert done.returncode == 0, told(done)
+        answers.append(json.loads(done.stdout))
+    assert [cached for cached, _ in answers] == [0, CACHED[0]]
+    assert answers[0][1] == answers[1][1]
+
+
 @pytest.mark.row("KV-EXTERNAL-CACHE", "LMCache's own server: refused by name until there is a connector for it")
 @pytest.mark.waits("KV-EXTERNAL-CACHE")
 def test_lmcache_is_refused_by_name(llama: Path) -> None:
