@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 
-from infer.artifacts.record import Numerics, Provenance, SamplingValue
+from infer.artifacts.record import Numerics, Provenance, SamplingValue, Scalar
 from infer.config.model import ModelConfig
 from infer.config.resolve import ResolvedConfig
 from infer.options import processor_label
@@ -49,13 +51,18 @@ def with_sampling(known: Provenance, params: SamplingParams, max_tokens: int) ->
         if isinstance(value, BaseModel):
             value = value.model_dump(mode="json", exclude_none=True)
         if isinstance(value, dict):
-            value = {str(key): item for key, item in value.items()}
+            value = {str(key): _scalar(item) for key, item in value.items()}
         elif isinstance(value, list):
             value = tuple(value)
         if value is not None:
             sampling[name] = value
     sampling["max_tokens"] = max_tokens
     return msgspec.structs.replace(known, sampling=sampling, logprobs_mode=params.logprobs_mode)
+
+
+def _scalar(value: Any) -> Scalar:
+    """Maps hold nothing deeper: the choices of a constrained answer are JSON text."""
+    return value if isinstance(value, Scalar) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def tokenizer_digest(path: Path | None) -> str:

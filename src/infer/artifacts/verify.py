@@ -125,6 +125,8 @@ def recorded_params(provenance: Provenance | None) -> SamplingParams:
     }
     if isinstance(biases := values.get("logit_bias"), dict):
         values["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
+    if isinstance(form := values.get("structured_output"), dict) and isinstance(form.get("choice"), str):
+        values["structured_output"] = {**form, "choice": json.loads(form["choice"])}
     if labels := values.get("logits_processors"):
         values["logits_processors"] = [json.loads(one) if one.startswith("{") else one for one in labels]
     if provenance.logprobs_mode:

@@ -1,4 +1,4 @@
-"""What keys and values are stored as: decided from what was asked and what the platform can. Pure."""
+"""What is computed in, and what keys and values are stored as: decided from what was asked and what the platform can. Pure."""
 
 from __future__ import annotations
 
@@ -20,4 +20,14 @@ def check_cache_dtype(config: EngineConfig, cache_dtype: str, limits: PlatformLi
             f"{field}={cache_dtype}: platform {limits.name!r} stores keys and values as {', '.join(limits.cache_dtypes)}; "
             "choose one of these with cache.dtype, or another platform.name",
             fields=(field, "platform.name"),
+        )
+
+
+def check_compute_dtype(dtype: str, limits: PlatformLimits) -> None:
+    """Raises `ConfigError` when the platform computes nothing in `dtype`."""
+    if dtype not in limits.compute_dtypes:
+        raise ConfigError(
+            f"model.dtype={dtype}: platform {limits.name!r} computes in {', '.join(limits.compute_dtypes)}; choose one of these, "
+            "or another platform.name",
+            fields=("model.dtype", "platform.name"),
         )

@@ -17,6 +17,8 @@ class PlatformLimits:
     dtypes: tuple[str, ...]
     """Compute dtypes that run natively, best first, e.g. ("bfloat16", "float32")."""
     threads: int
+    compute_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    """Compute dtypes that run at all."""
     cache_dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     """What keys and values can be stored as. Eight bits ("fp8_e4m3") are for platforms whose ops take scales."""
     invariant: bool = False

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from infer.config import capture, kv_sizing
-from infer.config.cache_dtype import check_cache_dtype, choose_cache_dtype
+from infer.config.cache_dtype import check_cache_dtype, check_compute_dtype, choose_cache_dtype
 from infer.config.engine import EngineConfig, check_together, check_whole_prompts
 from infer.config.memory_plan import MemoryPlan, capture_words
 from infer.config.model import ModelConfig, ModelFootprint, StepBounds
@@ -187,9 +187,12 @@ def resolve_within(
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, limits: PlatformLimits) -> str:
-    """Compute dtype: the stated one, else the checkpoint's where the platform runs it natively, else float32."""
-    if config.model.dtype != "auto":
-        return config.model.dtype
+    """Compute dtype: the stated one, else the checkpoint's where the platform runs it natively, else float32. Raises
+    `ConfigError` for one that the platform cannot compute in."""
+    stated = config.model.dtype
+    if stated != "auto":
+        check_compute_dtype(stated, limits)
+        return stated
     return model.dtype if model.dtype in limits.dtypes else "float32"
 
 

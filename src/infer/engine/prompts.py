@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from infer.errors import InvalidRequestError, shown
+from infer.text.token_ids_only import NoTokenizer, needs_tokenizer
 from infer.types import Prompt
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class PromptEncoder:
         variables: further values for the template, such as `enable_thinking` or `documents`.
         """
         if self._template is None:
+            if isinstance(self._tokenizer, NoTokenizer):
+                raise needs_tokenizer("a chat", "messages")
             raise InvalidRequestError(
                 "the model has no chat template: give raw text, or set model.chat_template", parameter="messages"
             )

@@ -121,7 +121,8 @@ class SchedulerConnector(Protocol):
         self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, num_local_tokens: int
     ) -> ExternalMatch:
         """How much of a sequence of `num_tokens` tokens, whose full blocks have these hashes, can be loaded; the engine has
-        `num_local_tokens` itself. Asked at every step until the answer is definite."""
+        `num_local_tokens` itself, which may be fewer than it had when the answer was `later`. Asked at every step until the
+        answer is definite, and again when the engine has lost some of these before it could load."""
         ...
 
     def forget(self, request_id: str) -> None:

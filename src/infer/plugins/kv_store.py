@@ -78,29 +78,30 @@ class StoreMatcher:
         self._store = store
         self._facts = facts
         self._patience = _Patience(clock)
-        self._answers: dict[str, Future[int]] = {}
+        self._answers: dict[str, tuple[int, Future[int]]] = {}
+        """Request -> blocks that the engine had when it asked, and how many leading blocks can then be had."""
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="infer-kv-lookup")
 
     def match(
         self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, num_local_tokens: int
     ) -> ExternalMatch:
         """Raises what the store raised, once per lookup."""
-        asked = self._answers.get(request_id)
-        if asked is None:
+        local = num_local_tokens // self._facts.block_size
+        first, asked = self._answers.get(request_id, (local, None))
+        if asked is None or (asked.done() and local < first):  # what the engine had and has no more was not looked up
             self._patience.check()
-            first = num_local_tokens // self._facts.block_size
-            asked = self._threads.submit(self._count, list(block_hashes), first)
-            self._answers[request_id] = asked
+            asked = self._threads.submit(self._count, list(block_hashes), local)
+            self._answers[request_id] = local, asked
             while len(self._answers) > MAX_ANSWERS:
                 self.forget(next(iter(self._answers)))
-        if not asked.done():
+        if not asked.done() or local < self._answers[request_id][0]:
             return ExternalMatch("later")
         self._answers.pop(request_id, None)
         found = asked.result() * self._facts.block_size
         return ExternalMatch("hit", found) if found > num_local_tokens else ExternalMatch("miss")
 
     def forget(self, request_id: str) -> None:
-        asked = self._answers.pop(request_id, None)
+        _, asked = self._answers.pop(request_id, (0, None))
         if asked is not None:
             asked.cancel()
 

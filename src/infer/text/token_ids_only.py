@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from infer.errors import InvalidRequestError
 from infer.types import SamplingParams
 
-NEEDS_TEXT = ("stop", "bad_words")
-"""Sampling parameters that are text."""
+NEEDS_TEXT = ("stop", "bad_words", "structured_output", "thinking_budget")
+"""Sampling parameters that are about text."""
 
 
 class NoTokenizer:
@@ -23,10 +23,10 @@ class NoTokenizer:
     chat_template: str | dict[str, str] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        raise _refused("a prompt of text", "prompt")
+        raise needs_tokenizer("a prompt of text", "prompt")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        raise _refused("the text of tokens", "token_ids")
+        raise needs_tokenizer("the text of tokens", "token_ids")
 
     def decode_stream(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> NoText:
         return NoText()
@@ -35,10 +35,10 @@ class NoTokenizer:
         return {}
 
     def check(self, params: SamplingParams) -> None:
-        """Raises `InvalidRequestError` for parameters that are text."""
+        """Raises `InvalidRequestError` for parameters that are about text."""
         for name in NEEDS_TEXT:
-            if getattr(params, name):
-                raise _refused(name, name)
+            if getattr(params, name) not in (None, ()):
+                raise needs_tokenizer(name, name)
 
 
 class NoText:
@@ -51,7 +51,8 @@ class NoText:
         return ""
 
 
-def _refused(what: str, parameter: str) -> InvalidRequestError:
+def needs_tokenizer(what: str, parameter: str) -> InvalidRequestError:
+    """The refusal of what is text where none can be read."""
     return InvalidRequestError(
         f"{what} needs a tokenizer, and none is loaded (model.skip_tokenizer=True): give and take token ids",
         parameter=parameter,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from infer import NamedProcessor, SamplingParams
 from infer.artifacts.provenance import with_sampling
@@ -31,3 +34,20 @@ def test_a_function_is_named_and_cannot_be_replayed() -> None:
     assert made.sampling["logits_processors"] == ("<builtins.abs>",)
     (processor,) = recorded_params(made).logits_processors
     assert isinstance(processor, NamedProcessor) and processor.name == "<builtins.abs>"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"choice": ["yes", 'no "sir"', "é"]},
+        {"json_schema": {"type": "object", "properties": {"a": {"enum": [1, None]}}}, "compact": True},
+        {"structural_tag": {"format": {"type": "const_string", "value": "x"}}},
+    ],
+    ids=lambda form: next(iter(form)),
+)
+def test_the_form_of_an_answer_is_recorded(form: dict[str, Any]) -> None:
+    """A list within a map has no place in the format; found by the combinations: the artifact could not be written."""
+    asked = SamplingParams(structured_output=form)  # type: ignore[arg-type]
+    made = with_sampling(Provenance(), asked, max_tokens=20)
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Provenance)
+    assert recorded_params(read).structured_output == asked.structured_output

@@ -331,3 +331,13 @@ def test_a_workspace_that_never_fits_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         resolve_within(EngineConfig(), model(max_position=131_072), limits(), measured(2**30, seen))
     assert seen == sorted(seen, reverse=True) and seen[-1] <= 1024
+
+
+def test_a_dtype_that_the_platform_cannot_compute_in_is_refused() -> None:
+    """Found by the combinations: with a cache dtype stated beside it, the kernels raised a TypeError."""
+    config = EngineConfig(model={"dtype": "float16"}, cache={"dtype": "bfloat16"})
+    with pytest.raises(
+        ConfigError, match=r"model\.dtype=float16: platform 'cpu' computes in float32, bfloat16"
+    ) as refused:
+        choose_dtype(config, model(), limits(compute_dtypes=("float32", "bfloat16")))
+    assert refused.value.fields == ("model.dtype", "platform.name")

@@ -73,6 +73,7 @@ class NativePlatform:
             available_memory=available,
             dtypes=dtypes,
             threads=self.threads,
+            compute_dtypes=("float32", "bfloat16"),
             cache_dtypes=("float32", "bfloat16", "fp8_e4m3"),
             invariant=True,
             kernel_fingerprint=self._fingerprint,

@@ -205,10 +205,10 @@ class ExternalKV:
     # -- lookups -------------------------------------------------------------------------------------------------
 
     def _ask(self, request: Request, num_local: int) -> Answer:
-        """The definite answer is kept until the request is admitted or leaves; it is counted once."""
+        """The definite answer is kept until the request is admitted or leaves, or the engine loses what it was given beside."""
         now = self._clock()
         answer = self._answers.get(request)
-        if answer is None:
+        if answer is None or (answer.num_tokens and num_local < answer.num_local):
             answer = self._answers[request] = Answer(now)
         if answer.num_tokens is not None:
             return answer
@@ -219,7 +219,7 @@ class ExternalKV:
             self._no_answer(f"no answer came within {self._timeout:g} s")
             self._connector.forget(name_of(request))
         self.stats.queries += 1
-        answer.num_tokens, answer.wait = 0, found.wait
+        answer.num_tokens, answer.wait, answer.num_local = 0, found.wait, num_local
         if found.state == "hit":
             answer.num_tokens = found.num_tokens
             self.stats.hits += found.num_tokens > num_local

@@ -82,6 +82,8 @@ class Answer:
     num_tokens: int | None = None
     """None: not known yet."""
     wait: bool = False
+    num_local: int = 0
+    """What the engine had itself when it was given: the store need not have that."""
 
 
 @dataclass(slots=True)

@@ -116,6 +116,29 @@ def test_case_42_a_load_without_room_is_not_started_until_there_is() -> None:
     assert_right(driver)
 
 
+def test_blocks_that_went_while_a_load_found_no_room_are_asked_for() -> None:
+    """Found by the combinations: the answer was kept that the store had given beside blocks of the engine's own, and those were
+    ordered from the store, which never had them."""
+    driver = ExternalDriver(cache_config(full_group(5)), save=False)
+    prompt = list(range(100, 100 + 3 * SIZE + 1))
+    driver.remember(prompt, 3)
+    driver.add(prompt[: 2 * SIZE + 1], 2)
+    driver.run()
+    for key in list(driver.worker.store)[:2]:
+        del driver.worker.store[key]
+    hog = driver.add(range(2 * SIZE + 8), 2 * SIZE)
+    driver.step()
+    remote = driver.add(prompt, 3)
+    beside = ExternalMatch("hit", 3 * SIZE)
+    driver.connector.script = lambda name, asked: beside if (name, asked) == (remote.request_id, 1) else None
+    while hog.status is not Status.FINISHED:
+        driver.step()
+        assert not [transfer for transfer in driver.worker.started if transfer.request_id == remote.request_id]
+    assert_right(driver)
+    assert driver.connector.asked[remote.request_id] == 2
+    assert driver.external.stats.load_failures == 0 and remote.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize(("failing", "blocks"), [((50, 98), 50), ((0, 98), 0), ((), 99)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_case_43_a_failed_load_computes_from_its_first_bad_block_on(
