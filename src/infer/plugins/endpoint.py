@@ -40,7 +40,7 @@ class EndpointServer:
     """Open as long as the server runs. Its public methods and properties are the contract, nothing behind them."""
     model_names: tuple[str, ...]
     """Names that requests may use for the model, the first in replies."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """All that the spec declares: the operator's value or the default. A factory raises `ConfigError` for a value that it
     cannot take."""
 

@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from infer.errors import ConfigError
+from infer.errors import ConfigError, PluginContractError
 
+MAX_DEPTH = 100
+"""Of lists and objects in each other."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _TYPES: tuple[tuple[type, tuple[type, ...], str], ...] = (
     (bool, (bool,), "true or false"),
@@ -27,7 +29,13 @@ _TYPES: tuple[tuple[type, tuple[type, ...], str], ...] = (
 
 def plugin_options(plugin: str, declared: Mapping[str, Any], given: Mapping[str, Any], setting: str) -> dict[str, Any]:
     """The defaults of `plugin` ("stat_logger 'log'"), and over them what `setting` gives; the caller's to keep. Raises
-    `ConfigError` for an option that the plugin does not have, and for a value of another type than its default's."""
+    `ConfigError` for an option that the plugin does not have, and for a value of another type than its default's or that is
+    not plain data; `PluginContractError` for a declaration that cannot be."""
+    problem = declaration_problem(declared)
+    if problem:
+        raise PluginContractError(f"{plugin}: {problem}", plugin=plugin)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{setting}: the options of {plugin} must be an object", fields=(setting,))
     for name, value in given.items():
         if name not in declared:
             raise ConfigError(
@@ -37,6 +45,10 @@ def plugin_options(plugin: str, declared: Mapping[str, Any], given: Mapping[str,
         if wanted:
             raise ConfigError(
                 f"{setting}: option {name!r} of {plugin} must be {wanted}, not {_called(value)}", fields=(setting,)
+            )
+        if not _is_plain(value):
+            raise ConfigError(
+                f"{setting}: option {name!r} of {plugin} is not plain data as JSON has it", fields=(setting,)
             )
     return copy.deepcopy({**declared, **given})
 
@@ -69,12 +81,15 @@ def _wanted(default: Any, value: Any) -> str:
 
 
 def _called(value: Any) -> str:
-    return next((called for kind, _, called in _TYPES if type(value) is kind), "nothing")
+    if value is None:
+        return "nothing"
+    return next((called for kind, _, called in _TYPES if type(value) is kind), f"a Python {type(value).__name__}")
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list):
-        return all(_is_plain(item) for item in value)
+def _is_plain(value: Any, depth: int = MAX_DEPTH) -> bool:
+    if type(value) in (dict, list):
+        if not depth:
+            return False  # also what holds itself
+        keys, items = (value, value.values()) if type(value) is dict else ((), value)
+        return all(type(key) is str for key in keys) and all(_is_plain(item, depth - 1) for item in items)
     return value is None or type(value) in (bool, int, float, str)

@@ -49,6 +49,11 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """All that the spec declares: the operator's value or the default. A logger raises `ConfigError` for a value that it cannot
     take."""
 
+    def __repr__(self) -> str:
+        """Without the values of options: they may be secrets."""
+        shown = [f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "options"]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
 
 class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The engine behind one step. Counters count since start."""

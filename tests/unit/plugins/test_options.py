@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer import ConfigError, EngineConfig
+from infer import ConfigError, EngineConfig, PluginContractError
+from infer.plugins.endpoint import EndpointServer
 from infer.plugins.options import declaration_problem, plugin_options
+from infer.plugins.stat_logger import EngineFacts
 
 DECLARED: dict[str, Any] = {
     "seconds": 10.0,
@@ -25,6 +28,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
 
 
 def merged(given: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +71,13 @@ def test_what_a_plugin_does_to_its_options_stays_with_it() -> None:
         ({"path": None}, "must be text, not nothing"),
         ({"tags": {"a": 1}}, "must be a list, not an object"),
         ({"more": ["a"]}, "must be an object, not a list"),
+        ({"tags": ("S3CRET",)}, "must be a list, not a Python tuple"),
+        ({"tags": [("S3CRET",)]}, "option 'tags' of stat_logger 'one' is not plain data"),
+        ({"token": threading.Lock()}, "option 'token' of stat_logger 'one' is not plain data"),
+        ({"more": {1: "S3CRET"}}, "option 'more' of stat_logger 'one' is not plain data"),
+        ({"tags": HOLDS_ITSELF}, "option 'tags' of stat_logger 'one' is not plain data"),
     ],
+    ids=range(14),
 )
 def test_what_does_not_fit_is_told_without_its_value(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -114,3 +125,17 @@ def test_settings(section: str, names: str, options: str, monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match=f"{section}.{options}") as caught:
             EngineConfig(**{section: {names: "one", options: wrong}})
         assert "S3CRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("declared", [None, ["a"], {"a": (1,)}, {1: 2}], ids=repr)
+def test_a_spec_whose_options_cannot_be_is_refused_by_name(declared: Any) -> None:
+    with pytest.raises(PluginContractError, match="endpoint 'x': "):
+        plugin_options("endpoint 'x'", declared, {}, "api.endpoint_options")
+
+
+def test_what_plugins_are_given_shows_no_option() -> None:
+    engine: Any = None
+    server = EndpointServer(engine=engine, model_names=("m",), options={"token": "S3CRET"})
+    numbers = {"max_model_len": 1, "max_num_seqs": 1, "num_blocks": 1, "block_size": 1}
+    facts = EngineFacts(model="m", platform="cpu", dtype="float32", version="1", options={"token": "S3CRET"}, **numbers)
+    assert "S3CRET" not in repr(server) + repr(facts) and "block_size=1" in repr(facts)

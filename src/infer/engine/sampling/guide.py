@@ -106,7 +106,12 @@ class Guide:
                 self._ahead.clear()
                 self.fail(f"token {token_id} came where its grammar allows another one alone")
         elif not self._is_complete and self._failure is None:
-            self._take(token_id)
+            try:
+                self._take(token_id)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # a backend's own fault, a panic of compiled code too, ends this row alone
+                self.fail(f"its grammar backend failed: {type(error).__name__}: {error}")
         # What is drawn behind the end, by steps that were in flight, is nobody's.
 
     def prepare(self) -> None:
@@ -137,6 +142,8 @@ class Guide:
         if len(byte) != 1 or byte[0] & (byte[0] - 1):
             return None
         token_id = 8 * start + byte[0].bit_length() - 1
+        if token_id >= len(self._vocabulary.tokens):  # a bit that no token has
+            return None
         return None if token_id in self._end_ids or token_id in self._vocabulary.eos_token_ids else token_id
 
     def _take(self, token_id: int) -> None:

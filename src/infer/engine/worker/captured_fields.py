@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infer.config.capture import CaptureProfile, CaptureSection
+from infer.config.capture import CaptureProfile, CaptureSection, artifact_name
 from infer.config.model import ModelConfig, RoutedLayer
 from infer.errors import ConfigError, PluginContractError
 from infer.plugins.artifact_field import ArtifactField, ArtifactFieldSpec, TapFacts, profile_problem
@@ -32,6 +32,7 @@ def captured_fields(
     """What the settings turn on. Raises `ConfigError` for what this model cannot give completely."""
     facts = tap_facts(section, model, config, dtype)
     found = []
+    called: dict[str, str] = {}
     for name in section.names():
         setting = section.setting(name)
         spec = registry.get("artifact_field", name)
@@ -40,9 +41,17 @@ def captured_fields(
             _check_routers(model, setting)
         field: ArtifactField = registry.create("artifact_field", name, facts)
         profile = field.profile()
-        problem = profile_problem(spec, profile, registry.origin("artifact_field", name).distribution)
+        distribution = registry.origin("artifact_field", name).distribution
+        problem = profile_problem(spec, profile, distribution)
         if problem:
             raise PluginContractError(f"artifact_field {name!r}: {problem}", plugin=name)
+        other = called.setdefault(artifact_name(name, distribution), name)
+        if other != name:  # rows of one would be lost without a word
+            raise ConfigError(
+                f"{setting}: artifacts have one name, {artifact_name(name, distribution)!r}, for the fields {other!r} and "
+                f"{name!r}; leave one of them out",
+                fields=(setting,),
+            )
         found.append(CapturedField(profile, spec.tap, field))
     return facts, tuple(found)
 

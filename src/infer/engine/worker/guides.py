@@ -62,5 +62,5 @@ def _prepare(guides: Sequence[Guide]) -> None:
     for guide in guides:
         try:
             guide.prepare()
-        except Exception as error:  # a backend's own fault ends that row alone
+        except BaseException as error:  # a backend's own fault, a panic of compiled code too, ends that row alone
             guide.fail(f"its grammar backend failed: {type(error).__name__}: {error}")

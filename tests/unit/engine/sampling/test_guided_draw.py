@@ -16,6 +16,7 @@ from infer.engine.sampling.guide import Guide
 from infer.engine.sampling.row import SamplingRow, make_row
 from infer.engine.sampling.sampler import NO_TOKEN, sample
 from infer.engine.step import SamplingSpec
+from infer.engine.worker.guides import GuidedRows
 from infer.errors import GrammarError
 from infer.plugins.grammar import GrammarSource, Vocabulary
 
@@ -165,3 +166,45 @@ def test_what_the_platform_cannot_do_the_transforms_do() -> None:
     rows = [guided(range(20, 90), seed=i) for i in range(3)]
     logits = randn(3, seed=8)
     assert sample(logits, rows, masked=broken) == sample(logits, rows)
+
+
+class Panic(BaseException):
+    """As compiled backends raise it: no `Exception`."""
+
+
+class Broken(Allowing):
+    """A backend with a fault of its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__([3])
+        self._error = error
+
+    def accept(self, token_id: int) -> str | None:
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), Panic("boom")], ids=["error", "panic"])
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_backend_that_raises_ends_its_row_alone(error: BaseException, look_ahead: bool) -> None:
+    """Where a token is taken in, which is in the step of all rows, and on the thread that makes masks."""
+    spec = SamplingSpec(seed=0, grammar=SOURCE)
+    guide = Guide(spec, VOCABULARY, Broken(error), look_ahead=look_ahead)
+    guides = GuidedRows(None)
+    guides.drawn(guide)
+    guides.ahead()
+    guides.wait()
+    if not look_ahead:
+        guide.accept(3)
+    guides.close()
+    assert guide.failure == f"its grammar backend failed: {type(error).__name__}: boom"
+
+
+def test_a_bit_that_no_token_has_is_not_taken_for_the_only_token() -> None:
+    spec = SamplingSpec(seed=0, grammar=SOURCE)
+    guide = Guide(spec, VOCABULARY, Allowing([WIDTH + 3]), look_ahead=True)
+    guide.prepare()
+    row = make_row(spec, [1, 2], 2, WIDTH, CPU, guide)
+    assert guide.drafts == [] and not guide.knows_next
+    for masked in (native(), None):
+        drawn = sample(randn(1), [row], masked=masked)
+        assert drawn.token_ids == [NO_TOKEN] and drawn.errors[0].startswith("no token is left to sample")
