@@ -31,7 +31,7 @@ help:
 	@echo "make test-reference  the tests that build engines, without the native kernels (INFER_PLATFORM=reference)"
 	@echo "make status      rebuild docs/status.md from the results of the two above"
 	@echo "make bench       measure speed on this machine"
-	@echo "make docs        rebuild what docs/ takes from the source: configuration, api, command line, plugin examples, fields, the table of schemas"
+	@echo "make docs        rebuild what docs/ takes from the source: configuration, api, command line, plugin examples, fields, the tables of schemas and of combinations"
 	@echo "make clean       remove .venv, results and caches"
 
 demo: $(STAMP)
@@ -73,6 +73,7 @@ docs: $(STAMP)
 	$(BIN)/python tools/plugin_pages.py
 	$(BIN)/python tools/field_reference.py
 	$(BIN)/python tools/schema_table.py
+	$(BIN)/python tools/combination_table.py
 
 install: $(STAMP) $(TRITON_STAMP)
 
