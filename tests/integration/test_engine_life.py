@@ -225,16 +225,16 @@ def fail_next_step(engine: Engine, error: BaseException, *, num_rows: int = 6) -
     """The worker's next step with so many rows raises, once. (At depth 2 a step may be planned already that lacks the
     request that arrived last: that one would rightly go on.)"""
     worker = parts_of(engine).executor._worker
-    execute = worker.execute
+    begin = worker.begin
 
     def failing(plan: Any) -> Any:
         if len(plan.slots) < num_rows:
-            return execute(plan)
-        del worker.execute  # the class's own method again
+            return begin(plan)
+        del worker.begin  # the class's own method again
         raise error
 
     def plant() -> None:
-        worker.execute = failing
+        worker.begin = failing
 
     return plant
 

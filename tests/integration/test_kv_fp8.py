@@ -218,14 +218,14 @@ async def test_caches_stay_where_they_are(checkpoint: Path, anyio_backend: Any, 
             return [(id(t), t.data_ptr(), t.untyped_storage().data_ptr()) for t in pairs]
 
         before, steps = places(), []
-        execute = runner.execute
+        begin = runner.begin
 
         def watched(plan: Any) -> Any:
-            result = execute(plan)
+            step = begin(plan)
             steps.append(places() == before)
-            return result
+            return step
 
-        runner.execute = watched
+        runner.begin = watched
         long = SamplingParams(max_tokens=110, temperature=0, ignore_eos=True)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.generate, prompt(30), long)

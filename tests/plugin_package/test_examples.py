@@ -190,6 +190,7 @@ def test_gpt2_says_what_transformers_says(
 def test_slash_commands_are_read_in_a_fresh_process(tmp_path: Path) -> None:
     code = """
 from infer import EngineConfig
+from infer.plugins.manager import build_registry
 
 registry = build_registry(EngineConfig().plugins)
 parser = registry.create("parser", "slash", [])

@@ -140,10 +140,8 @@ class ThreadExecutor:
     def _way_of(self, worker: Worker | OverlappingWorker) -> Callable[[StepPlan], _Job[StepResult]]:
         """How plans get to it. Asked once: whether an object follows a protocol takes microseconds."""
         if isinstance(worker, OverlappingWorker):
-            begin = worker.begin
-            return lambda plan: self._put(_StepJob(lambda: begin(plan), self._call_on_loop))
-        execute = worker.execute
-        return lambda plan: self._post(lambda: execute(plan))
+            return lambda plan: self._put(_StepJob(lambda: worker.begin(plan), self._call_on_loop))
+        return lambda plan: self._post(lambda: worker.execute(plan))
 
     async def aclose(self) -> None:
         """Wait for the running step, drop queued ones, close the worker on its thread and join it. Not cancellable."""
