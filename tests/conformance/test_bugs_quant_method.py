@@ -17,6 +17,7 @@ from planted_bugs import PlantBug, failures, plant_bug, registry
 __all__ = ["plant_bug", "registry"]
 
 
+@pytest.mark.row("X-PLUGIN-KIT", "the kit fails six planted plugin bugs")
 @pytest.mark.parametrize(
     ("method", "bug", "broken"),
     [

@@ -102,6 +102,7 @@ class SmallVocabulary(ByteTokenizer):
     vocab_size = 100
 
 
+@pytest.mark.row("X-PLUGIN-KIT", "the kit fails six planted plugin bugs")
 @pytest.mark.parametrize(
     ("bug", "broken"),
     [

@@ -201,6 +201,7 @@ EXAMPLE = {
 }
 
 
+@pytest.mark.row("X-PLUGIN-KIT", "the kit fails six planted plugin bugs")
 @pytest.mark.parametrize(
     ("bug", "broken"),
     [
