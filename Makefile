@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 RESULTS := results/tests.json
 # The name of the stamp changes with what is to be installed, so a second run does nothing.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-# A CUDA build of torch brings the Triton it was made for; beside a CPU build the tests of the GPU kernels need one of their own.
+# A CUDA build of torch brings the Triton it was made for. Beside a CPU build the tests of the GPU kernels need the one whose
+# compiler the budgets are of; what other packages bring is any.
 TRITON := triton==3.6.0
 TRITON_STAMP := $(VENV)/.installed-$(subst ==,-,$(TRITON))
 # Written with "=": pytest takes a separate word that exists for the place to look for conftest.py, and finds no options.
@@ -94,7 +95,10 @@ $(STAMP):
 	@touch $@
 
 $(TRITON_STAMP): $(STAMP)
-	@$(BIN)/python -c 'import triton' 2>/dev/null || { echo "Installing $(TRITON) for the tests of the GPU kernels (once) ..." && \
+	@$(BIN)/python -c 'import sys, torch; from importlib.metadata import distributions; \
+	  found = {d.name: d.version for d in distributions()}; \
+	  sys.exit(torch.version.cuda is None and found.get("triton") != "$(subst triton==,,$(TRITON))")' || { \
+	  echo "Installing $(TRITON) for the tests of the GPU kernels (once) ..." && \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TRITON)'; }
 	@touch $@
 

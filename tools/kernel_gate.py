@@ -250,7 +250,7 @@ def main() -> int:
         return 0
     wrong = list(complaints(found, read_budgets()))
     print("\n".join(wrong), file=sys.stderr)
-    print(f"{len(found)} compilations, {len(wrong)} complaints", file=sys.stderr)
+    print(f"Triton {triton.__version__}: {len(found)} compilations, {len(wrong)} complaints", file=sys.stderr)
     return 1 if wrong else 0
 
 

@@ -337,8 +337,9 @@ def _rows(answer: Answer, value: str, row: Row) -> None:
         assert (rows is not None) == (value != "none")
         if rows is not None:
             fed = len(answer.done.prompt_token_ids) + len(choice.token_ids) - 1
-            assert rows.error is None and rows.start == _first(answer) and rows.start + rows.count == fed
-            assert bool(rows.keys) == (value == "keys")
+            assert rows.error is None, rows.error
+            assert (rows.start, rows.start + rows.count) == (_first(answer), fed), (rows.start, rows.count, fed)
+            assert bool(rows.keys) == (value == "keys"), rows
 
 
 def _admission(answer: Answer, value: str, row: Row) -> None:
