@@ -339,7 +339,10 @@ def _rows(answer: Answer, value: str, row: Row) -> None:
             fed = len(answer.done.prompt_token_ids) + len(choice.token_ids) - 1
             assert rows.error is None, rows.error
             assert (rows.start, rows.start + rows.count) == (_first(answer), fed), (rows.start, rows.count, fed)
-            assert bool(rows.keys) == (value == "keys"), rows
+            assert bool(rows.digest) == (
+                value == "keys"
+            )  # in a tight pool the store may have lost what keys would name
+            assert value == "keys" or not rows.keys
 
 
 def _admission(answer: Answer, value: str, row: Row) -> None:
