@@ -234,10 +234,13 @@ def test_cpu_zeros_are_aligned_and_cost_no_memory_until_written() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    before = resident()
-    cache = zeros((1 << 14, 16, 4, 128), torch.bfloat16, torch.device("cpu"))
+    sizes = []
+    for _ in range(3):  # other threads of the test process take memory, too
+        before = resident()
+        cache = zeros((1 << 14, 16, 4, 128), torch.bfloat16, torch.device("cpu"))
+        sizes.append(resident() - before)
     assert cache.numel() * 2 == 1 << 28
-    assert resident() - before < 1 << 25
+    assert min(sizes) < 1 << 25
     assert cache.data_ptr() % ALIGNMENT == 0 and cache.is_contiguous()
     assert not bool(cache[17].any())
     cache[17, 3] = 1.0
