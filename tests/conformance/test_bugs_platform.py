@@ -10,12 +10,25 @@ import pytest
 import torch
 
 import sampling_kernels
-from infer.plugins import Registry
+from infer.plugins import PlatformSpec, Registry
 from infer.testing.kits import platform
 from infer.testing.kits._platform_ops import OPTIONAL as WATCHED
 from planted_bugs import PlantBug, failures, plant_bug, registry
 
 __all__ = ["plant_bug", "registry"]
+
+
+def _with_bug(plant_bug: PlantBug, registry: Registry, name: str, op: str, bug: Any) -> PlatformSpec:
+    """A platform of ours, one of its operations called through `bug`."""
+
+    def make(threads: int | None) -> Any:
+        made = registry.create("platform", name, threads)
+        original = getattr(made.ops, op)
+        assert original is not None
+        made.ops = dataclasses.replace(made.ops, **{op: lambda *arguments: bug(original, *arguments)})
+        return made
+
+    return dataclasses.replace(registry.get("platform", name), factory=plant_bug(make))
 
 
 @pytest.mark.row("X-PLUGIN-KIT", "the kit fails six planted plugin bugs")
@@ -52,14 +65,7 @@ __all__ = ["plant_bug", "registry"]
     ],
 )
 def test_platform_op(plant_bug: PlantBug, registry: Registry, op: str, bug: Any, broken: str) -> None:
-    def make(threads: int | None) -> Any:
-        made = registry.create("platform", "reference", threads)
-        original = getattr(made.ops, op)
-        made.ops = dataclasses.replace(made.ops, **{op: lambda *arguments: bug(original, *arguments)})
-        return made
-
-    spec = dataclasses.replace(registry.get("platform", "reference"), factory=plant_bug(make))
-    assert failures(platform.checks(spec)) == {broken}
+    assert failures(platform.checks(_with_bug(plant_bug, registry, "reference", op, bug))) == {broken}
 
 
 OPTIONAL = [
@@ -90,18 +96,9 @@ OPTIONAL = [
 @pytest.mark.parametrize(("op", "bug", "broken"), OPTIONAL, ids=[f"{op}-{i}" for i, (op, _, _) in enumerate(OPTIONAL)])
 def test_optional_platform_op(plant_bug: PlantBug, registry: Registry, op: str, bug: Any, broken: str) -> None:
     """On the platform that has them all."""
-
-    def make(threads: int | None) -> Any:
-        made = registry.create("platform", "cpu", threads)
-        original = getattr(made.ops, op)
-        assert original is not None
-        made.ops = dataclasses.replace(made.ops, **{op: lambda *arguments: bug(original, *arguments)})
-        return made
-
-    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant_bug(make))
     checks = [
         check
-        for check in platform.checks(spec)
+        for check in platform.checks(_with_bug(plant_bug, registry, "cpu", op, bug))
         if check.name.partition("[")[0] in {f.__name__.strip("_") for f in WATCHED}
     ]
     assert broken in failures(checks)
@@ -214,14 +211,7 @@ def test_platform_graphs(plant_bug: PlantBug, registry: Registry, bug: Any) -> N
     ids=["top_k", "top_p", "min_p", "temperature", "rows", "number", "in place"],
 )
 def test_platform_draw(plant_bug: PlantBug, registry: Registry, bug: Any) -> None:
-    def make(threads: int | None) -> Any:
-        made = registry.create("platform", "cpu", threads)
-        original = made.ops.draw
-        made.ops = dataclasses.replace(made.ops, draw=lambda *arguments: bug(original, *arguments))
-        return made
-
-    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant_bug(make))
-    assert failures(platform.checks(spec)) == {"draw"}
+    assert failures(platform.checks(_with_bug(plant_bug, registry, "cpu", "draw", bug))) == {"draw"}
 
 
 @pytest.mark.parametrize(
@@ -239,14 +229,7 @@ def test_platform_draw(plant_bug: PlantBug, registry: Registry, bug: Any) -> Non
     ids=["no mask", "first words", "order", "never greedy", "always greedy", "rows", "nothing left", "in place"],
 )
 def test_platform_draw_allowed(plant_bug: PlantBug, registry: Registry, bug: Any) -> None:
-    def make(threads: int | None) -> Any:
-        made = registry.create("platform", "cpu", threads)
-        original = made.ops.draw_allowed
-        made.ops = dataclasses.replace(made.ops, draw_allowed=lambda *arguments: bug(original, *arguments))
-        return made
-
-    spec = dataclasses.replace(registry.get("platform", "cpu"), factory=plant_bug(make))
-    assert failures(platform.checks(spec)) == {"draw_allowed"}
+    assert failures(platform.checks(_with_bug(plant_bug, registry, "cpu", "draw_allowed", bug))) == {"draw_allowed"}
 
 
 def test_platform_that_leaks_its_thread_count(plant_bug: PlantBug, registry: Registry) -> None:

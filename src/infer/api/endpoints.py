@@ -20,7 +20,7 @@ from infer.api.routing import ApiRoute, Call
 from infer.api.sse import EventStream
 from infer.errors import InferError, PluginConflictError, PluginContractError
 from infer.plugins.endpoint import EndpointReply, EndpointRoute, EndpointServer
-from infer.plugins.options import plugin_options
+from infer.plugins.options import options_of
 from infer.plugins.registry import Origin, Registry
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,7 @@ def open_endpoints(
     found: list[ApiRoute] = []
     for name in dict.fromkeys(names):
         origin = registry.origin("endpoint", name)
-        declared = registry.get("endpoint", name).options
-        own = plugin_options(f"endpoint {name!r}", declared, options.get(name, {}), "api.endpoint_options")
+        own = options_of(registry, "endpoint", name, options)
         made = registry.create("endpoint", name, dataclasses.replace(server, options=own))
         problem = routes_problem(made)
         if problem:

@@ -245,8 +245,11 @@ def check_together(config: EngineConfig) -> None:
             fields=(name, "model.skip_tokenizer"),
         )
     check_listeners(config.api)
-    check_options("plugins.stat_logger_options", config.plugins.stat_logger_options, config.plugins.stat_loggers)
-    check_options("api.endpoint_options", config.api.endpoint_options, config.api.endpoints)
+    plugins, api = config.plugins, config.api
+    check_options(
+        "plugins.stat_logger_options", plugins.stat_logger_options, "plugins.stat_loggers", plugins.stat_loggers
+    )
+    check_options("api.endpoint_options", api.endpoint_options, "api.endpoints", api.endpoints)
     sizes = [name for name in ("memory", "num_blocks", "memory_fraction") if getattr(cache, name) is not None]
     if len(sizes) > 1:
         listed = " and ".join(f"cache.{name}={getattr(cache, name)}" for name in sizes)
@@ -259,9 +262,8 @@ def check_together(config: EngineConfig) -> None:
         check_whole_prompts(config, length)
 
 
-def check_options(setting: str, options: Mapping[str, object], named: tuple[str, ...]) -> None:
-    """Options belong to a plugin that is on: any others would be dropped in silence. Raises `ConfigError`."""
-    on = {"plugins.stat_logger_options": "plugins.stat_loggers"}.get(setting, "api.endpoints")
+def check_options(setting: str, options: Mapping[str, object], on: str, named: tuple[str, ...]) -> None:
+    """Options belong to a plugin that the setting `on` names: any others would be dropped in silence. Raises `ConfigError`."""
     for name in options:
         if name not in named:
             raise ConfigError(

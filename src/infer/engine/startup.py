@@ -33,7 +33,7 @@ from infer.engine.loop import EngineLoop
 from infer.engine.mailbox import Mailbox
 from infer.engine.processor_admission import ProcessorAdmission
 from infer.engine.scheduler.scheduler import Scheduler
-from infer.engine.stat_feed import StatFeed, engine_facts, logger_options
+from infer.engine.stat_feed import StatFeed, engine_facts
 from infer.engine.step_log.log_file import LogFile
 from infer.engine.step_log.recording import StepLog, recorded
 from infer.engine.structured import GrammarStore, vocabulary_of
@@ -42,7 +42,7 @@ from infer.errors import ConfigError, EngineClosedError
 from infer.plugins.manager import build_registry
 from infer.plugins.model_reference import resolve_reference
 from infer.plugins.model_source import Progress, ProgressCallback
-from infer.plugins.options import plugin_options
+from infer.plugins.options import options_of
 from infer.plugins.registry import Registry, import_reference
 from infer.text.chat_template import ChatTemplate
 from infer.text.token_ids_only import NoTokenizer
@@ -250,10 +250,9 @@ def check_named(config: EngineConfig, registry: Registry) -> None:
     """Plugins that are made late are there at least, and take their options: what is wrong is told before weights are read.
     Raises `PluginError` or `ConfigError`."""
     for name in config.plugins.stat_loggers:
-        logger_options(registry, name, config.plugins.stat_logger_options)
+        options_of(registry, "stat_logger", name, config.plugins.stat_logger_options)
     for name in config.api.endpoints:
-        declared, given = registry.get("endpoint", name).options, config.api.endpoint_options.get(name, {})
-        plugin_options(f"endpoint {name!r}", declared, given, "api.endpoint_options")
+        options_of(registry, "endpoint", name, config.api.endpoint_options)
 
 
 def _stated(section: PlatformSection) -> dict[str, Any]:

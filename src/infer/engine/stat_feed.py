@@ -19,7 +19,7 @@ import anyio.to_thread
 import msgspec
 
 from infer.errors import PluginContractError
-from infer.plugins.options import plugin_options
+from infer.plugins.options import options_of
 from infer.plugins.registry import BUILTIN, Registry
 from infer.plugins.stat_logger import EngineFacts, StatLogger, StepSnapshot
 
@@ -80,7 +80,7 @@ class StatFeed:
         try:
             for name in dict.fromkeys(names):
                 label = f"stat logger {name!r} of {registry.origin('stat_logger', name)}"
-                own = msgspec.structs.replace(facts, options=logger_options(registry, name, options))
+                own = msgspec.structs.replace(facts, options=options_of(registry, "stat_logger", name, options))
                 reader = LoggerThread(partial(_made, registry, name, own), label)
                 self._readers.append(reader)
                 await anyio.to_thread.run_sync(reader.opened, abandon_on_cancel=True)
@@ -110,12 +110,6 @@ def engine_facts(model: str, resolved: ResolvedConfig, max_model_len: int) -> En
         block_size=resolved.cache.block_size,
         version=version(BUILTIN),
     )
-
-
-def logger_options(registry: Registry, name: str, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of one logger. Raises `PluginError` when it is not there, `ConfigError` for an option that it does not take."""
-    declared, setting = registry.get("stat_logger", name).options, "plugins.stat_logger_options"
-    return plugin_options(f"stat_logger {name!r}", declared, options.get(name, {}), setting)
 
 
 def _made(registry: Registry, name: str, facts: EngineFacts) -> StatLogger:

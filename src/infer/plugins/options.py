@@ -9,10 +9,15 @@ import copy
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from infer.errors import ConfigError, PluginContractError
 
+if TYPE_CHECKING:
+    from infer.plugins.registry import Registry
+
+SETTINGS = {"endpoint": "api.endpoint_options", "stat_logger": "plugins.stat_logger_options"}
+"""Where the operator gives options, per kind."""
 MAX_DEPTH = 100
 """Of lists and objects in each other."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -51,6 +56,15 @@ def plugin_options(plugin: str, declared: Mapping[str, Any], given: Mapping[str,
                 f"{setting}: option {name!r} of {plugin} is not plain data as JSON has it", fields=(setting,)
             )
     return copy.deepcopy({**declared, **given})
+
+
+def options_of(
+    registry: Registry, kind: Literal["endpoint", "stat_logger"], name: str, options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Those of one plugin, of what the settings give all of its kind. Raises `PluginError` when it is not there, and as
+    `plugin_options` does."""
+    declared = registry.get(kind, name).options
+    return plugin_options(f"{kind} {name!r}", declared, options.get(name, {}), SETTINGS[kind])
 
 
 def declaration_problem(declared: Any) -> str:

@@ -66,29 +66,34 @@ def draw_masked(
 def _columns(
     device: torch.device, index: Sequence[int], rows: Sequence[SamplingRow], on_device: Uniforms | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What a fused draw takes behind the logits. By NumPy, for in each operation of torch another thread may take over."""
-    specs = [row.spec for row in rows]
-    random = [bool(row.features & Feature.RANDOM) for row in rows]
+    """What a fused draw takes behind the logits."""
 
-    def column(values: Any, dtype: type[np.generic]) -> Tensor:
-        made = torch.from_numpy(np.array(values, dtype=dtype))
+    def column(values: NDArray[Any]) -> Tensor:
+        made = torch.from_numpy(values)
         return made if device.type == "cpu" else made.to(device)
 
-    if not any(random):
-        numbers = column([0.0] * len(rows), np.float64)
+    if not any(row.features & Feature.RANDOM for row in rows):
+        numbers = column(np.zeros(len(rows)))
     elif on_device is None:
-        numbers = column(numbers_of(rows), np.float64)
+        numbers = column(numbers_of(rows))
     else:
-        seeds, positions = (column(given.view(np.int64), np.int64) for given in seeds_of(rows))
+        seeds, positions = (column(given.view(np.int64)) for given in seeds_of(rows))
         numbers = on_device(seeds, positions)
-    return (
-        column(index, np.int64),
-        column([spec.temperature if own else 0.0 for spec, own in zip(specs, random, strict=True)], np.float32),
-        column([spec.top_k for spec in specs], np.int64),
-        column([spec.top_p for spec in specs], np.float64),
-        column([spec.min_p for spec in specs], np.float32),
-        numbers,
-    )
+    places, heat, top_k, top_p, min_p = (column(values) for values in settings(index, rows))
+    return places, heat, top_k, top_p, min_p, numbers
+
+
+def settings(index: Sequence[int], rows: Sequence[SamplingRow]) -> list[NDArray[Any]]:
+    """Arguments of a fused draw between logits and numbers: which rows, temperature (0 for greedy ones), top-k, top-p, min-p.
+    By NumPy, for in each operation of torch another thread may take over."""
+    specs = [row.spec for row in rows]
+    return [
+        np.array(index, dtype=np.int64),
+        np.array([row.spec.temperature if row.features & Feature.RANDOM else 0.0 for row in rows], dtype=np.float32),
+        np.array([spec.top_k for spec in specs], dtype=np.int64),
+        np.array([spec.top_p for spec in specs], dtype=np.float64),
+        np.array([spec.min_p for spec in specs], dtype=np.float32),
+    ]
 
 
 def draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

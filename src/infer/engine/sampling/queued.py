@@ -15,18 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infer.engine.sampling.draw import FusedDraw, Uniforms, numbers_of, seeds_of
+from infer.engine.sampling.draw import FusedDraw, Uniforms, numbers_of, seeds_of, settings
 from infer.engine.sampling.logprobs import NORMALISED
 from infer.engine.sampling.row import Feature, SamplingRow
-from infer.engine.sampling.sampler import Sampled, chunk_rows, fail_row
+from infer.engine.sampling.sampler import FUSED, Sampled, chunk_rows, fail_row
 from infer.engine.step import PositionLogprobs
 
 Upload = Callable[[Sequence[NDArray[Any]]], tuple[Tensor, ...]]
 """`plugins.platform.SupportsStaging.upload`."""
 
-DRAWN = Feature.RANDOM | Feature.TEMPERATURE | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P
-"""What the platform's own draw does."""
-QUEUED = DRAWN | Feature.LOGPROBS | Feature.PROMPT_LOGPROBS
+QUEUED = FUSED | Feature.LOGPROBS | Feature.PROMPT_LOGPROBS
 """Log-probabilities of prompts are made before anything is drawn."""
 LARGER_CHUNKS = 16
 """As many times the rows that a CPU takes at a time: a GPU wants to be full."""
@@ -103,7 +101,7 @@ def queue_sampling(
         logits.masked_fill_(highest.isfinite().logical_not_()[:, None], 0.0)
         chosen = [rows[i] for i in drawing]
         random = [numbers_of(chosen)] if uniforms is None else [given.view(np.int64) for given in seeds_of(chosen)]
-        index, heat, top_k, top_p, min_p, *numbers = upload([*_settings(drawing, chosen), *random])
+        index, heat, top_k, top_p, min_p, *numbers = upload([*settings(drawing, chosen), *random])
         number = numbers[0] if uniforms is None else uniforms(*numbers)
         drawn = fused(logits, index, heat, top_k, top_p, min_p, number)
         ids = drawn if len(drawing) == len(rows) else ids.index_copy(0, index, drawn)
@@ -114,18 +112,6 @@ def queue_sampling(
         for first in range(0, len(part), size):
             reported.append(_report(logits, ids, part[first : first + size], rows, upload, normalise=normalise))
     return Queued(ids, highest, reported)
-
-
-def _settings(index: list[int], rows: Sequence[SamplingRow]) -> list[NDArray[Any]]:
-    """Arguments of the platform's draw, but for the random numbers."""
-    specs = [row.spec for row in rows]
-    return [
-        np.array(index, dtype=np.int64),
-        np.array([spec.temperature for spec in specs], dtype=np.float32),
-        np.array([spec.top_k for spec in specs], dtype=np.int64),
-        np.array([spec.top_p for spec in specs], dtype=np.float64),
-        np.array([spec.min_p for spec in specs], dtype=np.float32),
-    ]
 
 
 def _report(

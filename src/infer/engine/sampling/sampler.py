@@ -61,8 +61,10 @@ TRUNCATION: Transforms = (
 ORDER = SHAPING + TRUNCATION
 """The order of `SamplingParams`, written once."""
 
-UNFUSED = PROCESSED & ~(Feature.RANDOM | Feature.TEMPERATURE | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P)
-"""What a platform's own draw knows nothing of."""
+FUSED = Feature.RANDOM | Feature.TEMPERATURE | Feature.TOP_K | Feature.TOP_P | Feature.MIN_P
+"""What a platform's own draw does."""
+UNFUSED = PROCESSED & ~FUSED
+"""What it knows nothing of."""
 UNFUSED_GUIDED = UNFUSED & ~Feature.GUIDED
 """The same of its draw among allowed tokens."""
 
@@ -168,15 +170,7 @@ def _draw_fused(
         for i, row in enumerate(rows)
         if row.features & Feature.RANDOM and not row.features & UNFUSED and i not in skip and not _wants_processed(row)
     ]
-    if not index:
-        return set()
-    try:
-        ids = draw_fused(fused, logits, index, [rows[i] for i in index], uniforms).tolist()
-    except Exception:  # one by one only the culprit will fail
-        return set()
-    for i, token_id in zip(index, ids, strict=True):
-        result.token_ids[i] = token_id
-    return set(index)
+    return _drawn(lambda own: draw_fused(fused, logits, index, own, uniforms), index, rows, result)
 
 
 def _draw_masked(
@@ -197,10 +191,17 @@ def _draw_masked(
         and not _wants_processed(row)
         and (row.guide is None or row.guide.failure is None)
     ]
+    return _drawn(lambda own: draw_masked(masked, logits, index, own, uniforms), index, rows, result)
+
+
+def _drawn(
+    own_draw: Callable[[list[SamplingRow]], Tensor], index: list[int], rows: Sequence[SamplingRow], result: Sampled
+) -> set[int]:
+    """Take over what a platform's own draw gives for the rows `index`. Returns them; none where it failed."""
     if not index:
         return set()
     try:
-        ids = draw_masked(masked, logits, index, [rows[i] for i in index], uniforms).tolist()
+        ids = own_draw([rows[i] for i in index]).tolist()
     except Exception:  # one by one only the culprit will fail
         return set()
     for i, token_id in zip(index, ids, strict=True):

@@ -45,10 +45,11 @@ def captured_fields(
         problem = profile_problem(spec, profile, distribution)
         if problem:
             raise PluginContractError(f"artifact_field {name!r}: {problem}", plugin=name)
-        other = called.setdefault(artifact_name(name, distribution), name)
+        in_artifacts = artifact_name(name, distribution)
+        other = called.setdefault(in_artifacts, name)
         if other != name:  # rows of one would be lost without a word
             raise ConfigError(
-                f"{setting}: artifacts have one name, {artifact_name(name, distribution)!r}, for the fields {other!r} and "
+                f"{setting}: artifacts have one name, {in_artifacts!r}, for the fields {other!r} and "
                 f"{name!r}; leave one of them out",
                 fields=(setting,),
             )
