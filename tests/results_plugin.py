@@ -25,8 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # under xdist the controller sees every report
-        config.pluginmanager.register(AcceptanceResults(config), "infer-acceptance-results")
+    # Under xdist the controller sees every report, and only the workers collect and deselect.
+    plugin = UnseenTests() if hasattr(config, "workerinput") else AcceptanceResults(config)
+    config.pluginmanager.register(plugin, "infer-acceptance-results")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,14 +49,10 @@ def markers_of(item: pytest.Item) -> dict[str, Any]:
     return {"rows": sorted(rows), "waits": sorted(set(waits)), "gpu": item.get_closest_marker("gpu") is not None}
 
 
-class AcceptanceResults:
-    """Collects one entry per test of this run. The worst phase (setup, call, teardown) decides a test's outcome."""
+class UnseenTests:
+    """Collects the tests of this process that need a GPU and were deselected. A worker hands them to the controller."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.path: Path | None = config.getoption("--results")
-        self.run: str = config.getoption("--results-run")
-        self.fail_on_skip: bool = config.getoption("--fail-on-skip")
-        self.tests: dict[str, dict[str, Any]] = {}
+    def __init__(self) -> None:
         self.not_run: dict[str, dict[str, Any]] = {}
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
@@ -63,6 +60,26 @@ class AcceptanceResults:
             marks = markers_of(item)
             if marks["gpu"] and marks["rows"]:
                 self.not_run[item.nodeid] = {"outcome": "not run", "reason": "needs a GPU", **marks}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        session.config.workeroutput[_KEY] = self.not_run  # type: ignore[attr-defined]
+
+
+class AcceptanceResults(UnseenTests):
+    """Collects one entry per test of this run. The worst phase (setup, call, teardown) decides a test's outcome."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        super().__init__()
+        self.path: Path | None = config.getoption("--results")
+        self.run: str = config.getoption("--results-run")
+        self.fail_on_skip: bool = config.getoption("--fail-on-skip")
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of xdist has ended; one that died has no output."""
+        self.not_run.update(getattr(node, "workeroutput", {}).get(_KEY, {}))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:

@@ -18,6 +18,7 @@ from infer import Completion, Engine, EngineConfig, SamplingParams
 from infer.backends.cpu import platform as native_platform
 from infer.backends.reference import platform as reference_platform
 from infer.engine.blocking import BlockingEngine
+from infer.engine.request import Request
 from infer.engine.step import StepPlan
 from infer.models import gemma3, llama, qwen2, qwen3
 from infer.plugins.platform import Ops
@@ -221,6 +222,22 @@ def record(engine: Engine | BlockingEngine) -> Trace:
 
     parts.executor.submit = watched
     return trace
+
+
+def arrive_together(engine: Engine | BlockingEngine, count: int) -> None:
+    """The next `count` requests reach the loop at once, when the last of them comes: how many steps they take together does
+    not depend on when their tasks run."""
+    mailbox = parts_of(engine).mailbox
+    held: list[Request] = []
+
+    def posted(request: Request) -> None:
+        held.append(request)
+        if len(held) == count:
+            del mailbox.post_request  # the class's own again
+            for one in held:
+                mailbox.post_request(one)
+
+    mailbox.post_request = posted
 
 
 def parts_of(engine: Engine | BlockingEngine) -> Any:

@@ -10,7 +10,7 @@ import pytest
 
 from infer import Choice, Completion, SamplingError, SamplingParams, TokenLogprob
 from infer.engine.worker.runner import MAX_AWAITED
-from integration.engine_support import LLAMA, parts_of, record, serve, write_checkpoint
+from integration.engine_support import LLAMA, arrive_together, parts_of, record, serve, write_checkpoint
 from integration.test_route_scenarios import MOE
 
 ROW = "ENG-SGLANG-BEHAVIOR-FLAG"
@@ -68,6 +68,7 @@ def both_ways(
     for skip in (False, True):
         with serve(path, **sections, structured_output={"skip_forced_tokens": skip}) as engine:
             trace = record(engine)
+            arrive_together(engine, len(prompts))
             answers.append(engine.generate_many(prompts, params))
             steps.append(len(trace.plans))
             skipped = parts_of(engine).scheduler.stats.draft_tokens

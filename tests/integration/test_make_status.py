@@ -83,10 +83,9 @@ def test_a_run_writes_outcomes_and_markers(recorded: dict[str, Any]) -> None:
     assert tests["test_suite.py::test_passes[trio]"]["rows"] == [["A-ONE", "first clause"], ["A-TWO", "shared clause"]]
 
 
-def test_deselected_gpu_tests_are_recorded(tmp_path: Path) -> None:
-    run_suite(tmp_path, SUITE, "--results", "tests.json")
-    stored = json.loads((tmp_path / "tests.json").read_text("utf-8"))
-    assert stored["test"]["test_suite.py::test_device"]["outcome"] == "not run"
+def test_deselected_gpu_tests_are_recorded(recorded: dict[str, Any]) -> None:
+    device = recorded["test"]["test_suite.py::test_device"]
+    assert (device["outcome"], device["rows"], device["gpu"]) == ("not run", [["A-GPU", "on the device"]], True)
 
 
 def test_runs_merge_and_forget_what_is_gone(tmp_path: Path) -> None:
