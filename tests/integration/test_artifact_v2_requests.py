@@ -304,6 +304,42 @@ def test_forced_tokens_were_not_sampled(engine: BlockingEngine) -> None:
     )
 
 
+EXCLUDING: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 1},
+    "top_p": {"top_p": 0.01},
+    "min_p": {"min_p": 0.99},
+    "allowed_token_ids": {"allowed_token_ids": (1, 2)},
+    "bad_words": {"bad_words": ("t9 ",)},
+    "min_tokens": {"min_tokens": 6, "stop_token_ids": (9,)},
+}
+"""What may leave the forced token 9 without a probability."""
+
+
+@pytest.mark.parametrize("form", [V1, V2])
+@pytest.mark.parametrize("name", EXCLUDING)
+def test_forced_tokens_that_may_have_no_probability_are_refused_by_name(
+    engine: BlockingEngine, name: str, form: str
+) -> None:
+    """Of the processed logits -inf is the truth, and no format holds it; raw ones, and what truncates nothing, go through."""
+    forced = {"forced_token_ids": (9, 8, 7), "logprobs_mode": "processed"}
+
+    def done(**more: Any) -> Completion:
+        return engine.generate(
+            prompt(5), sampled(6, **forced | more), artifact=Shelf().request("selected_logprobs", format=form)
+        )
+
+    with pytest.raises(ArtifactRefusedError, match=f"leave {name} out") as refused:
+        done(**EXCLUDING[name])
+    assert refused.value.code == "artifact_unsupported"
+    assert engine.engine.artifact_statistics.reserved_bytes == 0
+    for harmless in (EXCLUDING[name] | {"logprobs_mode": "raw"}, {"temperature": 0.7, "logit_bias": {9: -100}}):
+        answer = done(**harmless)
+        assert answer.artifact is not None and answer.artifact.state == "ready", harmless
+    if name in ("top_k", "top_p", "min_p"):  # a greedy request truncates nothing
+        greedy_answer = done(**EXCLUDING[name], temperature=0)
+        assert greedy_answer.artifact is not None and greedy_answer.artifact.state == "ready"
+
+
 def test_alternatives_that_do_not_exist_are_said_to_be_so(engine: BlockingEngine) -> None:
     """Processed log-probabilities with top_k 3 have three alternatives; the number of columns is the request's."""
     shelf = Shelf()

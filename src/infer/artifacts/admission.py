@@ -32,6 +32,8 @@ class GenerationBounds:
     explicit_logprob_ids: bool = False
     """The request asks for log-probabilities of tokens it names."""
     logprobs_mode: str | None = None
+    excludes_forced: str | None = None
+    """Name of a setting that may leave a forced token without a probability."""
     expected_seconds: float = 0.0
     """Estimate of queueing and generation."""
     request_id: str = ""
@@ -99,6 +101,7 @@ def check_request(request: ArtifactRequest, bounds: GenerationBounds) -> None:
             )
     if "selected_logprobs" in request.contents:
         check_true_logprobs("selected_logprobs", bounds)
+        check_forced_logprobs(bounds)
     check_lengths(bounds)
 
 
@@ -117,6 +120,15 @@ def check_true_logprobs(name: str, bounds: GenerationBounds) -> None:
         raise refuse_unsupported(f"{name} cannot be combined with logprob_token_ids")
     if bounds.logprobs_mode in ("raw_logits", "processed_logits"):
         raise refuse_unsupported(f"{name} are log-probabilities; logprobs_mode={bounds.logprobs_mode!r} gives logits")
+
+
+def check_forced_logprobs(bounds: GenerationBounds) -> None:
+    """Both formats hold finite log-probabilities of the output, forced tokens included. Raises `ArtifactRefusedError`."""
+    if bounds.logprobs_mode == "processed" and bounds.excludes_forced is not None:
+        raise refuse_unsupported(
+            f"selected_logprobs of forced_token_ids may be -inf with logprobs_mode='processed' and "
+            f"{bounds.excludes_forced}: leave {bounds.excludes_forced} out, or ask for logprobs_mode='raw'"
+        )
 
 
 def check_lengths(bounds: GenerationBounds) -> None:

@@ -29,6 +29,7 @@ from infer.artifacts.weights_digest import weights_digest
 from infer.config.capture import MOE_ROUTES, CaptureProfile, ResolvedCapture, artifact_name
 from infer.engine.admission import PrivateOutputs
 from infer.engine.aux.rows import RequestRows
+from infer.engine.feasibility import what_may_exclude_forced
 from infer.engine.keyed_rows import check_captured_as, with_keys
 from infer.errors import EngineClosedError, EngineError, InvalidRequestError
 
@@ -114,6 +115,7 @@ class Deliveries:
             route_start=params.routed_experts_prompt_start,
             explicit_logprob_ids=bool(params.logprob_token_ids),
             logprobs_mode=params.logprobs_mode,
+            excludes_forced=what_may_exclude_forced(params),
             expected_seconds=expected_seconds(self._metrics, admitted.max_tokens),
             request_id=request_id,
         )

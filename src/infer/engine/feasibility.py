@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from infer.engine.step import SamplingSpec
 from infer.errors import InvalidRequestError
+from infer.types import SamplingParams
 
 MAX_TAILS = 256
 MAX_POSITIONS = 1024
@@ -70,6 +71,25 @@ def check_feasible(
                 return  # it can go round for ever
             seen |= following
         tails = following
+
+
+def what_may_exclude_forced(params: SamplingParams) -> str | None:
+    """The setting after which a forced token may have no probability left: its processed log-probability is then -inf. (One that
+    does not fit its grammar fails the request anyway.)"""
+    if params.forced_token_ids is None:
+        return None
+    random = params.temperature >= GREEDY_BELOW
+    excluding = {
+        "top_k": random and params.top_k > 0,
+        "top_p": random and params.top_p < 1,
+        "min_p": random and params.min_p > 0,
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": params.min_tokens > 0,
+        "logits_processors": bool(params.logits_processors),
+        "thinking_budget": params.thinking_budget is not None,
+    }
+    return next((name for name, excludes in excluding.items() if excludes), None)
 
 
 def _following(
