@@ -13,7 +13,7 @@ from combinations import covering, installed, running
 from combinations.checkpoints import Shelf
 from combinations.covering import Case
 from combinations.declared import Choice, Feature, Row
-from combinations.features import DEAR, SPACE, UNSURE
+from combinations.features import DEAR, SPACE
 from infer import EngineConfig
 from infer.errors import ConfigError, InferError, InvalidRequestError
 
@@ -33,7 +33,7 @@ class Found:
 
 
 def all_cases() -> list[Case]:
-    return covering.cases(SPACE, DEAR, UNSURE)
+    return covering.cases(SPACE, DEAR)
 
 
 class Campaign:

@@ -30,12 +30,8 @@ class Case:
             yield from combinations([(f.name, row[f.name]) for f in space.features], 2)
 
 
-def cases(
-    space: Space, dear: Sequence[Refusal] = (), unsure: Sequence[Refusal] = (), *, num_requests: int = 4, seed: int = 0
-) -> list[Case]:
-    """Until every pair that some row can hold is in one. What is `dear` is in as few as can be, of plain values otherwise, and
-    what is `unsure` in none."""
-    space = Space(space.features, (*space.refusals, *unsure))
+def cases(space: Space, dear: Sequence[Refusal] = (), *, num_requests: int = 4, seed: int = 0) -> list[Case]:
+    """Until every pair that some row can hold is in one. What is `dear` is in as few as can be, of plain values otherwise."""
     cheap = Space(space.features, (*space.refusals, *dear))
     found = _Search(cheap, seed).run(num_requests)
     covered = {pair for case in found for pair in case.pairs(space)} | set(space.refused)
@@ -52,11 +48,9 @@ def _split(space: Space, whole: Row) -> Case:
     return Case(engine, (request,))
 
 
-def random_cases(
-    space: Space, dear: Sequence[Refusal], unsure: Sequence[Refusal], *, count: int, seed: int
-) -> Iterator[Case]:
+def random_cases(space: Space, dear: Sequence[Refusal], *, count: int, seed: int) -> Iterator[Case]:
     """Rows of no plan: any values that go together."""
-    search = _Search(Space(space.features, (*space.refusals, *dear, *unsure)), seed)
+    search = _Search(Space(space.features, (*space.refusals, *dear)), seed)
     for _ in range(count):
         row = search.drawn({}, "engine")
         yield Case(row, tuple(search.drawn(row, "request") for _ in range(3)))

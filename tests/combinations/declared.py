@@ -47,7 +47,7 @@ class Feature:
 
 
 Refusal = Mapping[str, tuple[str, ...]]
-"""Two features, seldom three: every combination of these of their values is refused."""
+"""Two features, seldom more: every combination of these of their values is refused."""
 
 
 class Space:

@@ -13,6 +13,12 @@ _RETURNED = ("routes", "from 5", "keys")
 _GRAMMARS = tuple(value.name for value in REQUEST[7].values[1:])
 _GGUF = tuple(f"gguf-{name}" for name in GGUF_TYPES)
 _BEAM = {"choices": ("beam",)}
+_FORCED_PROCESSED = {
+    "logprobs": ("processed",),
+    "forced": ("ids",),
+    "artifact": ("v1", "v1 routes", "v2", "v2 delta"),
+}
+"""Refused beside what may leave a forced token without a probability."""
 
 REFUSALS: tuple[Refusal, ...] = (
     _NO_ROUTERS | {"capture": ("routes", "all")},
@@ -50,14 +56,14 @@ REFUSALS: tuple[Refusal, ...] = (
     _BEAM | {"rows": _RETURNED},
     {"choices": ("2",), "forced": ("ids",)},
     {"logprobs": ("logits", "ids"), "artifact": ("v1", "v1 routes", "v2", "v2 prompt rows", "v2 delta")},
+    _FORCED_PROCESSED | {"sampling": ("seeded",)},
+    _FORCED_PROCESSED | {"thinking": ("budget",)},
+    _FORCED_PROCESSED | {"processors": ("plugin", "function")},
+    _FORCED_PROCESSED | {"bans": ("allowed", "words")},
+    _FORCED_PROCESSED | {"ends": ("min",)},
 )
 """Tested one by one: each must be refused by an error of ours that names both."""
 
-UNSURE: tuple[Refusal, ...] = (
-    {"forced": ("ids",), "logprobs": ("processed",), "artifact": ("v1", "v1 routes", "v2", "v2 delta")},
-)
-"""Not refused and not tried: format v1 holds finite numbers, and a forced token that the filters leave out has none: then the
-receipt says that the artifact failed."""
 DEAR: tuple[Refusal, ...] = ({"platform": ("reference",), "threads": ("2",)},)
 """Tried as seldom as can be: on a busy machine torch waits a time slice for its second thread at every operation."""
 

@@ -64,7 +64,7 @@ REQUEST = (
             _params("seeded", temperature=0.9, top_k=60, top_p=0.95, min_p=0.01, seed=7),
             _params("penalties", temperature=0, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.5),
         ),
-        *("temperature", "frequency_penalty", "min_p"),
+        *("temperature", "frequency_penalty", "min_p", "top_k"),
         shown="the same tokens as in a plain engine; greedy: the best of each position",
     ),
     _request(
