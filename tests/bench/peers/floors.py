@@ -18,7 +18,7 @@ KV_ELEMENT = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that count, from a config.json of the llama family."""
+    """The sizes that count, from a config.json of the llama family or of one with experts in every layer."""
 
     layers: int
     hidden: int
@@ -26,27 +26,45 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    """Of one expert, where there are experts."""
     vocabulary: int
+    experts: int = 0
+    chosen: int = 0
+    """Experts per token."""
 
     @classmethod
     def read(cls, path: Path) -> Shape:
         config: dict[str, Any] = json.loads(path.read_text("utf-8"))
         heads = config["num_attention_heads"]
+        experts = config.get("num_experts") or 0
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
+            intermediate=config["moe_intermediate_size" if experts else "intermediate_size"],
             vocabulary=config["vocab_size"],
+            experts=experts,
+            chosen=config["num_experts_per_tok"] if experts else 0,
         )
 
     @property
     def layer_weights(self) -> int:
-        """Of all linear layers but the head."""
+        """Of all linear layers but the head, as one token meets them."""
+        return self._layer_weights(self.chosen or 1)
+
+    def _layer_weights(self, experts: float) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        return int(self.layers * (attention + self.hidden * (3 * self.intermediate * experts + self.experts)))
+
+    def share_read(self, tokens: int) -> float:
+        """Of all weights, in a step of so many tokens: only experts that one of them has chosen are read, whichever these are."""
+        if not self.experts:
+            return 1.0
+        touched = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
+        whole = self._layer_weights(self.experts) + self.head_weights
+        return (self._layer_weights(touched) + self.head_weights) / whole
 
     @property
     def head_weights(self) -> int:
@@ -104,13 +122,14 @@ def floor_seconds(steps: list[Cost], gigabytes: float, rates: Rates) -> float:
 def decode_step(shape: Shape, weights: float, batch: int, context: float) -> Cost:
     """One token for each of `batch` requests that hold `context` positions."""
     linear = 2.0 * batch * (shape.layer_weights + shape.head_weights)
-    return Cost(weights + batch * context * shape.kv_bytes, linear, shape.attention_ops(batch, context))
+    nbytes = weights * shape.share_read(batch) + batch * context * shape.kv_bytes
+    return Cost(nbytes, linear, shape.attention_ops(batch, context))
 
 
 def prefill(shape: Shape, weights: float, tokens: int, before: int = 0, prompts: int = 1) -> Cost:
     """`prompts` prompts of `tokens` new positions behind `before` cached ones, in one pass, one row of logits each."""
     linear = 2.0 * prompts * (tokens * shape.layer_weights + shape.head_weights)
-    nbytes = weights + prompts * (before + tokens) * shape.kv_bytes
+    nbytes = weights * shape.share_read(prompts * tokens) + prompts * (before + tokens) * shape.kv_bytes
     return Cost(nbytes, linear, shape.attention_ops(prompts * tokens, before + (tokens + 1) / 2))
 
 

@@ -24,9 +24,10 @@ EXPORTS = {
     "ov-int4": ("--weight-format", "int4", "--group-size", "64", "--ratio", "1.0"),
 }
 SHAPES = {
-    # hidden, layers, heads, KV heads, intermediate; vocabulary and tokenizer are SmolLM2's
+    # hidden, layers, heads, KV heads, intermediate, experts, chosen; vocabulary and tokenizer are SmolLM2's
     "0.5b": (1024, 28, 16, 4, 4096),
     "1b": (2048, 16, 32, 8, 8192),
+    "moe": (1024, 12, 16, 4, 768, 32, 4),
 }
 MODELS = ("smollm2", *SHAPES)
 
@@ -127,11 +128,11 @@ def prepare(peers: Path, model: str) -> None:
 
 
 def _random(peers: Path, target: Path, model: str) -> Path:
-    from random_gguf import write_random
+    from random_gguf import RandomModel, write_random
 
     shipped_in = peers / "models" / "smollm2"
     shipped_in.mkdir(parents=True, exist_ok=True)
-    make(target / "bf16.gguf", lambda path: write_random(smollm2(shipped_in), path, *SHAPES[model]))
+    make(target / "bf16.gguf", lambda path: write_random(smollm2(shipped_in), path, RandomModel(*SHAPES[model])))
     return target / "bf16.gguf"
 
 

@@ -52,6 +52,24 @@ def test_weights_are_those_of_the_model(tmp_path: Path, changes: dict[str, Any])
     assert found.layer_weights == sum(linear.values())
 
 
+def test_experts_are_those_of_the_model_and_only_what_is_chosen_is_read(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 64}
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(SMOLLM2 | sizes)))
+    linear = {name: p.numel() for name, p in model.named_parameters() if p.dim() > 1}
+    whole = sum(linear.values()) - linear.pop("model.embed_tokens.weight")
+    experts = sum(count for name, count in linear.items() if ".experts." in name)
+    found = shape(tmp_path, **sizes)
+    assert found.layer_weights + found.head_weights == whole - experts * 6 // 8  # a token meets two of the eight
+    one, all_of_them = found.share_read(1) * whole, found.share_read(10_000) * whole
+    assert one == pytest.approx(whole - experts * 6 // 8) and all_of_them == pytest.approx(whole)
+    assert one < found.share_read(2) * whole < 2 * one
+    assert decode_step(found, 1e9, 1, 0).nbytes == pytest.approx(1e9 * one / whole)
+    assert shape(tmp_path).share_read(1) == 1
+
+
 def test_keys_and_values_of_the_small_model(tmp_path: Path) -> None:
     assert shape(tmp_path).kv_bytes == 2 * 30 * 192 * 2  # keys and values, layers, 3 heads of 64, two bytes
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from bench.peers.int8_checkpoint import write_w8a8
 from bench.peers.prepare import make
-from bench.peers.random_gguf import write_random
+from bench.peers.random_gguf import RandomModel, write_random
+from infer import Engine, EngineConfig, SamplingParams
 
 
 def test_int8_weights_are_within_half_a_step_of_what_they_were(tmp_path: Path) -> None:
@@ -41,8 +43,9 @@ def test_int8_weights_are_within_half_a_step_of_what_they_were(tmp_path: Path) -
     assert (target / "tokenizer.json").exists()
 
 
-def test_a_random_model_has_its_shape_and_the_tokenizer_it_was_given(tmp_path: Path) -> None:
-    donor, target = tmp_path / "donor.gguf", tmp_path / "random.gguf"
+@pytest.fixture
+def donor(tmp_path: Path) -> Path:
+    donor = tmp_path / "donor.gguf"
     writer = gguf.GGUFWriter(str(donor), "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{i}" for i in range(40)])
@@ -52,7 +55,12 @@ def test_a_random_model_has_its_shape_and_the_tokenizer_it_was_given(tmp_path: P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert write_random(donor, target, hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96)
+    return donor
+
+
+def test_a_random_model_has_its_shape_and_the_tokenizer_it_was_given(donor: Path, tmp_path: Path) -> None:
+    target = tmp_path / "random.gguf"
+    assert write_random(donor, target, RandomModel(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96))
     reader = gguf.GGUFReader(str(target))
     assert reader.fields["tokenizer.ggml.tokens"].contents() == [f"t{i}" for i in range(40)]
     assert reader.fields["tokenizer.ggml.bos_token_id"].contents() == 1
@@ -65,6 +73,17 @@ def test_a_random_model_has_its_shape_and_the_tokenizer_it_was_given(tmp_path: P
     values = gguf.quants.dequantize(up.data, up.tensor_type)
     assert values.shape == (96, 64)
     assert 0.5 / 8 < values.std() < 2 / 8
+
+
+def test_a_random_model_with_experts_is_read_by_the_engine(donor: Path, tmp_path: Path) -> None:
+    target = tmp_path / "random.gguf"
+    model = RandomModel(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, experts=4, chosen=2)
+    assert write_random(donor, target, model)
+    config = EngineConfig(model={"ref": str(target), "skip_tokenizer": True}, cache={"num_blocks": 4})
+    with Engine.blocking(config) as engine:
+        assert engine.engine.resolved.memory.weights > 2 * 4 * 3 * 64 * 96 * 2
+        answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    assert len(answer.token_ids) == 2 and max(answer.token_ids) < 40
 
 
 def test_what_was_interrupted_is_made_again(tmp_path: Path) -> None:
