@@ -38,15 +38,18 @@ struct Cut {
     bool apart;
 
     Cut(const AttentionArgs& a, int threads) {
-        int64_t group = a.heads / a.kv_heads, longest = 1, keys = 0;
+        int64_t group = a.heads / a.kv_heads, longest = 1, keys = 0, most = 0, sum = 0;
         for (int64_t row = 0; row < a.rows; ++row) {
-            longest = std::max<int64_t>(longest, a.query_starts[row + 1] - a.query_starts[row]);
+            int64_t fresh = a.query_starts[row + 1] - a.query_starts[row];
             keys += a.seq_lens[row];
+            longest = std::max(longest, fresh);
+            most = std::max(most, a.seq_lens[row] * std::min(fresh, TILE_TOKENS));
+            sum += a.seq_lens[row] * fresh;
         }
         tokens = std::min(longest, std::max<int64_t>(1, std::min(TILE_TOKENS, TILE_ROWS / group)));
         int64_t tiles = 0;
         for (int64_t row = 0; row < a.rows; ++row) tiles += (a.query_starts[row + 1] - a.query_starts[row] + tokens - 1) / tokens;
-        apart = threads > 1 && tiles < 8 * threads;
+        apart = threads > 1 && most * 2 * threads > sum;  // else threads end at much the same time without
         int64_t tasks = apart ? tiles * (keys / std::max<int64_t>(1, a.rows) / SPLIT + 1) : tiles;
         // All heads of a key lie together: one task reads them all, if there are tasks enough and few query rows.
         heads = std::min(a.kv_heads, std::max<int64_t>(1, TILE_ROWS / (group * tokens)));
