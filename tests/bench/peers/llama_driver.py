@@ -77,8 +77,9 @@ def main(binaries: Path, model: str, threads: str) -> None:
             "-ntg",
             str(work.shared_output),
         ]
+        shape += ["-pps", "-kvu"]  # one prompt, and one cache that all sequences find it in
         for _ in range(max(1, work.repeats - 1)):
-            line = programs.batched(*shape, "-npl", str(work.sharing), "-pps")[-1]
+            line = programs.batched(*shape, "-npl", str(work.sharing))[-1]
             session.add("prefix_wall_s", line["t_pp"] + line["t_tg"])
             session.add("prefix_first_s", line["t_pp"])
             session.read_beside("prefix_wall_s")
