@@ -57,6 +57,7 @@ SMALL = ("--rollouts", "6", "--replay", "2", "--max-tokens", "8", "--experts", "
 COUNTED = re.compile(r"(\d+) rollouts, (\d+) tokens sampled; (\d+) of (\d+) prompt tokens came with their routes")
 
 
+@pytest.mark.heavy
 @pytest.mark.row("X-REPLAY-TF", "forced routing in transformers' own model gives the recorded log-probabilities")
 def test_rollouts_to_s3(test_cache: Path, tmp_path: Path) -> None:
     """A few short ones. What is apart beyond the tolerance, or differs from its receipt, ends the script with another code."""

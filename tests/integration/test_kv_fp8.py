@@ -79,7 +79,7 @@ def logits(runner: Runner, ids: list[int], chunk: int) -> Tensor:
 
 
 @pytest.mark.row("KV-FP8", "logit error on a fixed corpus stays below a stated bound")
-@pytest.mark.parametrize("platform", ["cpu", "reference"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("reference", marks=pytest.mark.heavy)])
 def test_logit_error_on_a_corpus(smollm2_gguf: Path, kernel_cache: Path, platform: str) -> None:
     tokenizer = _load_tokenizer(build_registry(PluginsSection(allow=())), smollm2_gguf)
     ids = tokenizer.encode("\n".join(TEXTS))[:320]

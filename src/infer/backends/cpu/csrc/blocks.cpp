@@ -1,5 +1,7 @@
 #include "blocks.h"
 
+#include <algorithm>
+
 #include "api.h"
 
 namespace infer {
@@ -75,26 +77,24 @@ static int64_t activation_bytes(int64_t tokens, int64_t columns) {
 template <class T, class Out>
 static void block_linear(Pool& pool, int kind, const T* x, const uint8_t* w, const T* bias, Out* y, uint8_t* work,
                          int64_t tokens, int64_t n, int64_t k) {
-    const int64_t blocks = k / QK, tiles = n / W;
+    const int64_t blocks = k / QK;
     Activations* rows = (Activations*)work;
     float* scratch = (float*)(work + activation_bytes(tokens, k));
     std::vector<const Activations*> in(tokens);
     std::vector<Out*> out(tokens);
-    auto quantize = [&](int64_t m, int) {
-        in[m] = rows + m * blocks;
-        out[m] = y + m * n;
-        quantize_row(BLOCK_FORMATS[kind], x + m * k, k, rows + m * blocks);
+    for (int64_t m = 0; m < tokens; ++m) in[m] = rows + m * blocks, out[m] = y + m * n;
+    const int64_t portion = tokens < 8 ? tokens : std::min(int64_t(32), (tokens + pool.size() - 1) / pool.size());
+    auto quantize = [&](int64_t part, int) {
+        for (int64_t m = part * portion; m < std::min(tokens, (part + 1) * portion); ++m)
+            quantize_row(BLOCK_FORMATS[kind], x + m * k, k, rows + m * blocks);
     };
-    if (tokens < 8)
-        for (int64_t m = 0; m < tokens; ++m) quantize(m, 0);
-    else
-        parallel(pool, tokens, quantize);
-    const int64_t each = task_tiles(tokens, tiles, pool.size());
+    parallel(pool, (tokens + portion - 1) / portion, quantize);
+    const Portions portions(tokens, n / W, pool.size());
     auto body = [&](int64_t task, int thread) {
-        int64_t first = task * each, last = first + each < tiles ? first + each : tiles;
-        block_tiles(kind, in.data(), tokens, w, k, bias, out.data(), first, last, scratch + thread * block_scratch(k));
+        block_tiles(kind, in.data(), tokens, w, k, bias, out.data(), portions.begin(task), portions.begin(task + 1),
+                    scratch + thread * block_scratch(k));
     };
-    parallel(pool, (tiles + each - 1) / each, body);
+    parallel(pool, portions.count, body);
 }
 
 }  // namespace infer

@@ -93,24 +93,29 @@ void packed_tiles(const T* const* x, int64_t tokens, const T* w, int64_t k, cons
     }
 }
 
-// Tiles of a task. Few tokens: weights pass once, and what a task calls ahead at its end is for nobody, so there are two
-// for each thread. Many: weights of a task stay in the cache.
-static inline int64_t task_tiles(int64_t tokens, int64_t tiles, int threads) {
-    int64_t parts = tokens <= TMB ? 2 : 8;
-    int64_t even = (tiles / (parts * threads) + TILES - 1) / TILES * TILES;
-    int64_t most = tokens <= TMB ? 1024 : 6;
-    return even < TILES ? TILES : even > most ? most : even;
-}
+// How the tiles of a product are cut into tasks. Few tokens: weights pass once, and what a task calls ahead at its end is for
+// nobody, so there are two for each thread. Many: weights of a task stay in the cache. Outputs of a task in bf16 fill whole
+// cache lines: two threads never write to the same one, which costs most where they share no cache.
+struct Portions {
+    static constexpr int64_t LINES = 2 * TILES;
+    int64_t tiles, count;
+
+    Portions(int64_t tokens, int64_t tiles, int threads) : tiles(tiles), count(tiles < LINES ? 1 : tiles / LINES) {
+        if (tokens <= TMB && count > 2 * threads) count = 2 * threads;
+    }
+    int64_t begin(int64_t task) const {
+        return task == count ? tiles : (2 * task * tiles + count * LINES) / (2 * count * LINES) * LINES;
+    }
+};
 
 template <class T, class Out>
 void packed_linear(Pool& pool, const T* const* x, int64_t tokens, const T* w, int64_t n, int64_t k, const T* bias,
                    Out* const* y) {
-    int64_t tiles = n / W, each = task_tiles(tokens, tiles, pool.size());
+    Portions portions(tokens, n / W, pool.size());
     auto body = [&](int64_t task, int) {
-        int64_t first = task * each, last = first + each < tiles ? first + each : tiles;
-        packed_tiles<T, Out>(x, tokens, w, k, bias, y, first, last);
+        packed_tiles<T, Out>(x, tokens, w, k, bias, y, portions.begin(task), portions.begin(task + 1));
     };
-    parallel(pool, (tiles + each - 1) / each, body);
+    parallel(pool, portions.count, body);
 }
 
 }  // namespace infer
