@@ -101,7 +101,7 @@ static void attention(Pool& pool, const AttentionArgs& a) {
         return kernel.task(tiles[piece.tile], piece.head, std::min(cut.heads, a.kv_heads - piece.head));
     };
     auto body = [&](int64_t number, int thread) {
-        int64_t own = piece_of(number), later = number + pool.size();  // which this thread takes next, as likely as any
+        int64_t own = piece_of(number), later = number + 1;  // which this thread takes next, unless its range has ended
         const Piece& piece = pieces[own];
         typename Kernel::Scratch& s = scratch[thread];
         typename Kernel::Task task = task_of(piece);

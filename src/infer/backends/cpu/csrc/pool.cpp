@@ -38,7 +38,7 @@ constexpr uint64_t COUNT = (1u << 24) - 1;
 
 }  // namespace
 
-Pool::Pool(int threads, int spins) : spins_(spins) {
+Pool::Pool(int threads, int spins) : spins_(spins), ranges_(threads > 1 ? threads : 1) {
     for (int i = 1; i < threads; ++i) threads_.emplace_back([this, i] { serve(i); });
 }
 
@@ -53,8 +53,11 @@ void Pool::run(int64_t tasks, TaskFunction function, void* context) {
     function_ = function;
     context_ = context;
     done_.store(0, std::memory_order_relaxed);
-    uint64_t number = (work_.load(std::memory_order_relaxed) >> 48) + 1;
-    work_.store(number << 48 | uint64_t(tasks) << 24, std::memory_order_release);
+    ++runs_;
+    for (int64_t i = 0, n = size(); i < n; ++i) {
+        uint64_t first = tasks * i / n, end = tasks * (i + 1) / n;
+        ranges_[i].word.store(runs_ << 48 | end << 24 | first, std::memory_order_release);
+    }
     epoch_.fetch_add(1);
     if (sleepers_.load()) wake_all(epoch_);
     take(0);
@@ -68,15 +71,21 @@ void Pool::run(int64_t tasks, TaskFunction function, void* context) {
 }
 
 void Pool::take(int thread) {
-    for (uint64_t word = work_.load(std::memory_order_acquire);;) {
-        uint64_t task = word & COUNT, tasks = word >> 24 & COUNT;
-        if (task >= tasks) return;
-        if (!work_.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-        function_(context_, int64_t(task), thread);
-        done_.fetch_add(1);
-        if (caller_sleeps_.load()) wake_all(done_);
-        word = work_.load(std::memory_order_acquire);
+    uint32_t taken = 0;  // of the present run: it does not end before they are reported
+    for (int i = 0, n = int(ranges_.size()); i < n; ++i) {
+        std::atomic<uint64_t>& range = ranges_[(thread + i) % n].word;
+        for (uint64_t word = range.load(std::memory_order_acquire);;) {
+            uint64_t task = word & COUNT, end = word >> 24 & COUNT;
+            if (task >= end) break;
+            if (!range.compare_exchange_weak(word, word + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+            function_(context_, int64_t(task), thread);
+            ++taken;
+            word = range.load(std::memory_order_acquire);
+        }
     }
+    if (!taken) return;
+    done_.fetch_add(taken);
+    if (caller_sleeps_.load()) wake_all(done_);
 }
 
 void Pool::serve(int thread) {

@@ -1,4 +1,5 @@
-// A few threads that run one function over task numbers. Waiting threads spin a bounded while, then sleep on a futex.
+// A few threads that run one function over task numbers. Each has a range of its own and then takes what others have left;
+// so what a thread writes is mostly what it wrote or reads next. Waiting threads spin a bounded while, then sleep on a futex.
 #pragma once
 
 #include <atomic>
@@ -29,9 +30,13 @@ class Pool {
     int spins_;
     TaskFunction function_ = nullptr;
     void* context_ = nullptr;
-    // 16 bits that change with every run, 24 bits for the number of tasks, 24 for the next one. A task is claimed by
+    // 16 bits that change with every run, 24 bits for the end of the range, 24 for the next task. A task is claimed by
     // exchanging the whole word, so whatever a helper has read before, what it claims belongs to the present run.
-    alignas(64) std::atomic<uint64_t> work_{0};
+    struct alignas(64) Range {
+        std::atomic<uint64_t> word{0};
+    };
+    std::vector<Range> ranges_;
+    uint64_t runs_ = 0;
     alignas(64) std::atomic<uint32_t> done_{0};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::atomic<uint32_t> sleepers_{0};
