@@ -95,16 +95,17 @@ void packed_tiles(const T* const* x, int64_t tokens, const T* w, int64_t k, cons
 
 // How the tiles of a product are cut into tasks. Few tokens: weights pass once, and what a task calls ahead at its end is for
 // nobody, so there are two for each thread. Many: weights of a task stay in the cache. Outputs of a task in bf16 fill whole
-// cache lines: two threads never write to the same one, which costs most where they share no cache.
+// cache lines, if that leaves a task for each thread: two threads never write to the same one, which costs most where they
+// share no cache.
 struct Portions {
-    static constexpr int64_t LINES = 2 * TILES;
-    int64_t tiles, count;
+    int64_t tiles, unit, count;
 
-    Portions(int64_t tokens, int64_t tiles, int threads) : tiles(tiles), count(tiles < LINES ? 1 : tiles / LINES) {
+    Portions(int64_t tokens, int64_t tiles, int threads) : tiles(tiles), unit(tiles >= 2 * TILES * threads ? 2 * TILES : TILES) {
+        count = tiles < unit ? 1 : tiles / unit;
         if (tokens <= TMB && count > 2 * threads) count = 2 * threads;
     }
     int64_t begin(int64_t task) const {
-        return task == count ? tiles : (2 * task * tiles + count * LINES) / (2 * count * LINES) * LINES;
+        return task == count ? tiles : (2 * task * tiles + count * unit) / (2 * count * unit) * unit;
     }
 };
 
