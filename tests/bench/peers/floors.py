@@ -36,7 +36,7 @@ class Shape:
     def read(cls, path: Path) -> Shape:
         config: dict[str, Any] = json.loads(path.read_text("utf-8"))
         heads = config["num_attention_heads"]
-        experts = config.get("num_experts") or 0
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
         return cls(
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],

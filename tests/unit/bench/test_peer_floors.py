@@ -67,6 +67,8 @@ def test_experts_are_those_of_the_model_and_only_what_is_chosen_is_read(tmp_path
     assert one == pytest.approx(whole - experts * 6 // 8) and all_of_them == pytest.approx(whole)
     assert one < found.share_read(2) * whole < 2 * one
     assert decode_step(found, 1e9, 1, 0).nbytes == pytest.approx(1e9 * one / whole)
+    renamed = {"num_local_experts" if name == "num_experts" else name: size for name, size in sizes.items()}
+    assert shape(tmp_path, **renamed) == found, "transformers writes this name"
     assert shape(tmp_path).share_read(1) == 1
 
 
