@@ -101,7 +101,6 @@ def check_request(request: ArtifactRequest, bounds: GenerationBounds) -> None:
             )
     if "selected_logprobs" in request.contents:
         check_true_logprobs("selected_logprobs", bounds)
-        check_forced_logprobs(bounds)
     check_lengths(bounds)
 
 
@@ -115,16 +114,13 @@ def check_contents(request: ArtifactRequest) -> None:
 
 
 def check_true_logprobs(name: str, bounds: GenerationBounds) -> None:
-    """A field of log-probabilities can hold nothing else. Raises `ArtifactRefusedError`."""
+    """A field of log-probabilities can hold nothing else, and of the output's own tokens only finite ones. Raises
+    `ArtifactRefusedError`."""
     if bounds.explicit_logprob_ids:
         raise refuse_unsupported(f"{name} cannot be combined with logprob_token_ids")
     if bounds.logprobs_mode in ("raw_logits", "processed_logits"):
         raise refuse_unsupported(f"{name} are log-probabilities; logprobs_mode={bounds.logprobs_mode!r} gives logits")
-
-
-def check_forced_logprobs(bounds: GenerationBounds) -> None:
-    """Both formats hold finite log-probabilities of the output, forced tokens included. Raises `ArtifactRefusedError`."""
-    if bounds.logprobs_mode == "processed" and bounds.excludes_forced is not None:
+    if name == "selected_logprobs" and bounds.logprobs_mode == "processed" and bounds.excludes_forced is not None:
         raise refuse_unsupported(
             f"selected_logprobs of forced_token_ids may be -inf with logprobs_mode='processed' and "
             f"{bounds.excludes_forced}: leave {bounds.excludes_forced} out, or ask for logprobs_mode='raw'"

@@ -12,7 +12,6 @@ from infer.artifacts.admission import (
     Admitted,
     GenerationBounds,
     check_contents,
-    check_forced_logprobs,
     check_lengths,
     check_true_logprobs,
     refuse_limit,
@@ -56,8 +55,6 @@ def check_v2(request: ArtifactRequest, bounds: GenerationBounds) -> None:
     for name in LOGPROBS:
         if name in request.contents:
             check_true_logprobs(name, bounds)
-    if "selected_logprobs" in request.contents:
-        check_forced_logprobs(bounds)
     captured = captured_fields(request.contents, bounds)
     if captured and not 0 <= bounds.route_start <= bounds.prompt_tokens:
         raise _invalid(

@@ -1,7 +1,5 @@
 #include "blocks.h"
 
-#include <algorithm>
-
 #include "api.h"
 
 namespace infer {
@@ -83,12 +81,8 @@ static void block_linear(Pool& pool, int kind, const T* x, const uint8_t* w, con
     std::vector<const Activations*> in(tokens);
     std::vector<Out*> out(tokens);
     for (int64_t m = 0; m < tokens; ++m) in[m] = rows + m * blocks, out[m] = y + m * n;
-    const int64_t portion = tokens < 8 ? tokens : std::min(int64_t(32), (tokens + pool.size() - 1) / pool.size());
-    auto quantize = [&](int64_t part, int) {
-        for (int64_t m = part * portion; m < std::min(tokens, (part + 1) * portion); ++m)
-            quantize_row(BLOCK_FORMATS[kind], x + m * k, k, rows + m * blocks);
-    };
-    parallel(pool, (tokens + portion - 1) / portion, quantize);
+    auto quantize = [&](int64_t m) { quantize_row(BLOCK_FORMATS[kind], x + m * k, k, rows + m * blocks); };
+    parallel_rows(pool, tokens, tokens < 8 ? tokens : 1, quantize);
     const Portions portions(tokens, n / W, pool.size());
     auto body = [&](int64_t task, int thread) {
         block_tiles(kind, in.data(), tokens, w, k, bias, out.data(), portions.begin(task), portions.begin(task + 1),

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -9,20 +8,10 @@
 namespace infer {
 
 constexpr int64_t SMALL = 1 << 14;  // elements that are not worth waking a thread for
-constexpr int64_t CHUNK = 32;       // rows of a task at most, unless they are short
 
 template <class F>
 static void over_rows(Pool& pool, int64_t rows, int64_t width, F& body) {
-    if (rows * width <= SMALL) {
-        for (int64_t row = 0; row < rows; ++row) body(row);
-        return;
-    }
-    int64_t chunk = std::max((SMALL / 4 + width - 1) / width, std::min(CHUNK, (rows + pool.size() - 1) / pool.size()));
-    auto task = [&](int64_t index, int) {
-        int64_t stop = (index + 1) * chunk < rows ? (index + 1) * chunk : rows;
-        for (int64_t row = index * chunk; row < stop; ++row) body(row);
-    };
-    parallel(pool, (rows + chunk - 1) / chunk, task);
+    parallel_rows(pool, rows, rows * width <= SMALL ? rows : (SMALL / 4 + width - 1) / width, body);
 }
 
 template <class T, class U>

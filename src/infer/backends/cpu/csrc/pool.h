@@ -2,6 +2,7 @@
 // so what a thread writes is mostly what it wrote or reads next. Waiting threads spin a bounded while, then sleep on a futex.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <thread>
@@ -53,6 +54,17 @@ void parallel(Pool& pool, int64_t tasks, F& body) {
         return;
     }
     pool.run(tasks, [](void* context, int64_t task, int thread) { (*static_cast<F*>(context))(task, thread); }, &body);
+}
+
+// body(row) for all rows, in portions: at least so many to a task, and no more than it takes to give each thread some.
+template <class F>
+void parallel_rows(Pool& pool, int64_t rows, int64_t least, F& body) {
+    constexpr int64_t MOST = 32;
+    int64_t each = std::max({int64_t(1), least, std::min(MOST, (rows + pool.size() - 1) / pool.size())});
+    auto task = [&](int64_t index, int) {
+        for (int64_t row = index * each, stop = std::min(rows, row + each); row < stop; ++row) body(row);
+    };
+    parallel(pool, (rows + each - 1) / each, task);
 }
 
 }  // namespace infer
